@@ -30,7 +30,7 @@ def _judge_writes() -> None:
     """The thread that judges writes the heartbeat in every tick."""
 
     def marked(self: Any) -> bool:
-        self._status.running(**self._position())
+        self._status.running(*self._position())
         return False
 
     watchdog.Watchdog._is_marked = property(marked, lambda self, value: None)  # type: ignore[assignment]

@@ -10,11 +10,13 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from halfstep.ownership import check_ownership, owner_of
 
+T = TypeVar("T")
 LARGEST_JSON = 16 * 2**20
 """Bytes. No JSON file that halfstep writes comes near this size, so a larger one is not ours."""
 _DRAFT = re.compile(r"\.(?P<name>.+?)\.[0-9]+(\.[0-9a-f]{16})?")
@@ -107,6 +109,21 @@ def read_json(path: Path) -> Any | None:
             return json.loads(file.read(LARGEST_JSON).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def known_fields(kind: type[T], content: object) -> T:
+    """Return a dataclass whose fields all have defaults from JSON that another program may have written.
+
+    A field that is missing, or whose value is of another type, keeps its default.
+    """
+    found = content if isinstance(content, dict) else {}
+    types = _field_types(kind)  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in found.items() if type(value) in types.get(name, ())})
+
+
+@cache
+def _field_types(kind: type[object]) -> dict[str, tuple[type[object], ...]]:
+    return {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
 
 
 def _without_waiting(path: str, flags: int) -> int:

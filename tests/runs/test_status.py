@@ -20,17 +20,9 @@ from halfstep import files
 from halfstep.errors import BadData, HalfstepError, NotRestarted, RankFailed, Stopped, StorageFailed, Unsafe
 from halfstep.files import write_json
 from halfstep.ownership import LOCK
+from halfstep.status_files import StatusFile, read_status, status_file
 from halfstep.train.lost_ranks import lost_ranks
-from halfstep.train.status import (
-    RESERVED,
-    Launch,
-    RankStatus,
-    begin,
-    job_id,
-    restart_count,
-    status_file,
-    status_saved,
-)
+from halfstep.train.status import RESERVED, Launch, RankStatus, begin, job_id, restart_count, status_saved
 from tests.support.tiny_task import Tiny
 
 SAID = ("code", "reason", "restartable")
@@ -134,7 +126,7 @@ def test_a_full_disk_can_still_say_how_the_run_ended(tmp_path: Path, monkeypatch
 def test_a_disk_that_does_not_answer_keeps_no_run_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, answers = RankStatus(tmp_path, Launch("token")), threading.Event()
     monkeypatch.setattr(files, "flush", lambda path: answers.wait(30.0))
-    heartbeat = threading.Thread(target=status.running, daemon=True)
+    heartbeat = threading.Thread(target=status.running, args=(0, "computing"), daemon=True)
     heartbeat.start()
     heartbeat.join(5.0)
     assert not heartbeat.is_alive(), "a heartbeat is not flushed"
@@ -226,6 +218,11 @@ def test_a_newer_checkpoint_or_a_stop_that_was_asked_for_is_no_crash(tmp_path: P
 def test_a_status_that_another_program_wrote_stops_nothing(tmp_path: Path, content: str) -> None:
     (tmp_path / status_file(0)).write_text(content)
     assert begun(tmp_path, newest=0, restarts=1).fruitless <= 1
+
+
+def test_a_field_of_another_type_counts_as_missing(tmp_path: Path) -> None:
+    write_json(tmp_path / status_file(0), {"state": "ended", "code": True, "step": "7", "beat": 3, "unknown": 1})
+    assert read_status(tmp_path, 0) == StatusFile(state="ended", beat=3)
 
 
 # -- want of memory -------------------------------------------------------------------------------------------------

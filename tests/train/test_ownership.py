@@ -24,17 +24,20 @@ from halfstep import files
 from halfstep.checkpoint.paths import CHECKPOINTS, Disk, generations
 from halfstep.checkpoint.sealed import MANIFEST, read_manifest, with_seal
 from halfstep.errors import FolderLost, FolderTaken
-from halfstep.files import write_json, write_text
+from halfstep.files import known_fields, write_json, write_text
 from halfstep.journal.events import Event, Journal
 from halfstep.journal.jsonl import JOURNAL, LOG, JsonLines, read_events
 from halfstep.ownership import LOCK, Ownership, machine_id, owner_of
 from halfstep.recipe.sources import recipe_of
 from halfstep.runs.fit import _removed_unless_started
 from halfstep.runs.resolve import resolved_recipe
+from halfstep.status_files import StatusFile, status_file
 from halfstep.train import run_folder, watchdog
-from halfstep.train.run_folder import NEW, STATUS, check_run, lock
-from halfstep.train.watchdog import write_stacks
+from halfstep.train.run_folder import NEW, check_run, lock
+from halfstep.train.watchdog import Position, write_stacks
 from tests.support.tiny_task import Tiny
+
+STATUS = status_file(0)
 
 FORK = multiprocessing.get_context("fork")
 TAKEN, GONE = 73, 74
@@ -333,7 +336,7 @@ def test_every_way_to_write_asks_first(tmp_path: Path) -> None:
     for attempt in tried:
         with pytest.raises(FolderLost):
             attempt()
-    write_stacks(folder / "stacks" / "rank-00000.txt", {})
+    write_stacks(folder / "stacks" / "rank-00000.txt", Position(0, "computing", 0, None))
     journal.on_event({"event": "note"})
     journal.close()
     assert tree(folder) == before
@@ -586,15 +589,17 @@ def test_a_run_of_another_host_without_a_heartbeat_is_taken_over(
     ("status", "seconds"), [(elsewhere(), 15.0), (elsewhere(world=1000), 60.0), (elsewhere(world=10**9), 300.0)]
 )
 def test_a_run_of_another_host_is_watched_for_three_heartbeats(status: dict[str, Any], seconds: float) -> None:
-    assert run_folder._watch_seconds(status) == seconds
+    assert run_folder._watch_seconds(known_fields(StatusFile, status)) == seconds
     assert watchdog.WRITES == run_folder.WRITES
     assert 3 * watchdog.HEARTBEAT <= run_folder.WATCHED
 
 
 @pytest.mark.wording
-@pytest.mark.parametrize("moves", ["beat", "time", "step"])
-def test_a_run_of_another_host_with_a_heartbeat_has_the_folder(moves: str, tmp_path: Path) -> None:
-    write_json(tmp_path / STATUS, elsewhere(**{moves: 1}))
+@pytest.mark.parametrize(("moves", "kind"), [("beat", int), ("time", str), ("step", int)])
+def test_a_run_of_another_host_with_a_heartbeat_has_the_folder(
+    moves: str, kind: Callable[[int], object], tmp_path: Path
+) -> None:
+    write_json(tmp_path / STATUS, elsewhere(**{moves: kind(1)}))
     (tmp_path / LOCK).write_text("theirs")
     over = threading.Event()
 
@@ -602,7 +607,7 @@ def test_a_run_of_another_host_with_a_heartbeat_has_the_folder(moves: str, tmp_p
         count = 1
         while not over.wait(0.2):
             count += 1
-            write_json(tmp_path / STATUS, elsewhere(**{moves: count}))
+            write_json(tmp_path / STATUS, elsewhere(**{moves: kind(count)}))
 
     thread = threading.Thread(target=go_on)
     thread.start()

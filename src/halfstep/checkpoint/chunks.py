@@ -91,7 +91,7 @@ def chunked(name: str, tensor: Tensor) -> ChunkedTensor:
     return ChunkedTensor(tuple(dtensor.shape), dtensor.dtype, dim, rows, tuple(ranks))
 
 
-def as_json(tensors: Mapping[str, ChunkedTensor]) -> dict[str, Any]:
+def as_json(tensors: Mapping[str, ChunkedTensor]) -> dict[str, object]:
     """Return the table for the manifest; lists of ranks are written once, since most tensors share theirs."""
     layouts = list(dict.fromkeys(one.ranks for one in tensors.values()))
     places = {ranks: place for place, ranks in enumerate(layouts)}

@@ -96,7 +96,7 @@ class RankSnapshot:
     """The names of tensors that must be finite."""
     not_nan: Collection[str] = ()
     """The names of tensors that must contain no NaN; they may contain infinities, as an attention mask does."""
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, object] = field(default_factory=dict)
     chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
     """How the sharded tensors of all ranks are cut; `tensors` has the chunks that this rank writes."""
     failure: str = ""
@@ -145,7 +145,7 @@ def decided(party: RankGather, do: Callable[[], Any], conclude: Callable[[list[A
     return _done(json.loads(decision))
 
 
-def _outcome(do: Callable[[], Any]) -> dict[str, Any]:
+def _outcome(do: Callable[[], Any]) -> dict[str, object]:
     try:
         return {"done": do()}
     except NotCommitted as failure:
@@ -163,7 +163,7 @@ def _outcome(do: Callable[[], Any]) -> dict[str, Any]:
         return {"failed": words, "is_nonfinite": False, "lacks_memory": is_out_of_memory(failure)}
 
 
-def _as_plain(lost: FolderLost) -> dict[str, Any]:
+def _as_plain(lost: FolderLost) -> dict[str, object]:
     return {"given": lost.given, "allowed": lost.allowed, "do": lost.do, "exit_code": lost.exit_code}
 
 

@@ -173,7 +173,7 @@ def read_tensors(generation: CheckpointDir, rank: int, like: Like = lambda *_: N
         raise _damaged(path / tensors_of(rank), error) from error
 
 
-def _read_whole(path: Path, chunks: Mapping[str, Any], like: Like) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _read_whole(path: Path, chunks: Mapping[str, object], like: Like) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors of a file that are no chunks: those read, and those to be read into a tensor of `like`."""
     check_header(path)
     whole: dict[str, Tensor] = {}

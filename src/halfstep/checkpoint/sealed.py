@@ -276,7 +276,7 @@ class Manifest:
     world_size: int
     """The number of ranks that wrote it."""
     files: tuple[Sealed, ...]
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, object] = field(default_factory=dict)
     """The machine and the versions it was written with; on another machine a resume is reported as approximate."""
     chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
     """The tensors that are cut over several files, by name."""
@@ -285,7 +285,7 @@ class Manifest:
 
     def text(self) -> bytes:
         """Return the content of MANIFEST.json, with its seal."""
-        content: dict[str, Any] = {
+        content: dict[str, object] = {
             "attempt": self.attempt,
             "chunks": as_json(self.chunks),
             "environment": dict(self.environment),
@@ -302,7 +302,7 @@ class Manifest:
         return sum(sealed.size for sealed in self.files)
 
 
-def with_seal(content: Mapping[str, Any]) -> bytes:
+def with_seal(content: Mapping[str, object]) -> bytes:
     """Return `content` as JSON with a `seal`: the SHA-256 of the whole text, computed with zeros in its place."""
     # The digests in the manifest protect the other files; nothing else would protect the manifest. The seal covers the
     # bytes, not the parsed values, so changed whitespace is detected as well.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ class Embedded(WrappedSource):
         _all_there(names, self._opened(), self.file)
         _all_alike(names, self._opened(), self.file)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A worker opens the file by itself, instead of being sent its whole content.
         return {**self.__dict__, "_tensors": None}
 

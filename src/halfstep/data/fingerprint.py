@@ -11,10 +11,12 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
 
 from halfstep.data.dataset import Source, files_of, key_of, names_files
 from halfstep.data.file_state import block_starts, content_digest
@@ -30,8 +32,11 @@ GROUPS = 256
 MOST_KEYS = 1_000_000
 UNREADABLE, NOT_READ = "unreadable", "-"
 _VERSION = 1
-_CONTENT = re.compile(rf"[0-9a-f]{{16}}|{UNREADABLE}|{NOT_READ}")
-_DIGEST = re.compile(r"[0-9a-f]{16}")
+_ROW = re.compile(rf"([0-9a-f]{{16}}|{UNREADABLE}|{NOT_READ}) ([0-9]{{1,18}}) (.*)", re.DOTALL)
+"""A row as a checkpoint has it; a number of more digits is no file size."""
+_NO_OTHER_FIELDS = ConfigDict(extra="forbid")
+Digest = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{16}$")]
+Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class FilePrint(NamedTuple):
@@ -42,28 +47,46 @@ class FilePrint(NamedTuple):
     content: str
 
 
+def _row_from(saved: object) -> FilePrint:
+    found = _ROW.fullmatch(saved) if isinstance(saved, str) else None
+    if found is None:
+        raise ValueError(f"{saved!r} is no row of a file")
+    return FilePrint(found[3], int(found[2]), found[1])
+
+
 @dataclass(frozen=True)
 class SourcePrint:
-    """The fingerprint of one source."""
+    """The fingerprint of one source; pydantic checks every field of a saved one."""
 
-    samples: int
-    order: str
+    __pydantic_config__: ClassVar[ConfigDict] = _NO_OTHER_FIELDS
+
+    samples: Count
+    order: Digest
     """A digest of the samples' names by number: the training order is an order of numbers."""
     of: Literal["file", "sample"]
     """The kind of the rows; samples, where the source names no files."""
-    count: int
-    size: int
-    whole: bool
+    count: Count
+    size: Count
+    whole: Annotated[bool, Field(strict=True)]
     """Whether every file was read whole."""
-    digest: str
+    digest: Digest
     """A digest of all groups, and so of all rows."""
-    rows: tuple[FilePrint, ...] | None
-    groups: tuple[str, ...] | None
+    rows: tuple[Annotated[FilePrint, PlainValidator(_row_from)], ...] | None
+    groups: Annotated[tuple[Digest, ...], Field(min_length=GROUPS, max_length=GROUPS)] | None
     """A digest for each group of rows, by the hash of their names; only where there are too many rows to store."""
 
     def by_group(self) -> tuple[str, ...]:
         """Return a digest for each group."""
         return _grouped(self.rows) if self.rows is not None else self.groups or ()
+
+    def check_sums(self) -> None:
+        """Raise ValueError where the count, the size or the digest is not that of the rows or groups."""
+        if (self.rows is None) == (self.groups is None):
+            raise ValueError("both or none of rows and groups")
+        if self.rows is not None and (len(self.rows), sum(row.size for row in self.rows)) != (self.count, self.size):
+            raise ValueError("another count or size than its rows have")
+        if _digest(self.by_group()) != self.digest:
+            raise ValueError("another digest than its rows or groups have")
 
 
 @dataclass(frozen=True)
@@ -77,24 +100,39 @@ class Fingerprint:
         """Return whether every file was read whole."""
         return all(part.whole for part in self.parts)
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def of_files(self) -> bool:
+        """Return whether file contents were compared; sources without files are compared by sample names only."""
+        return all(part.of == "file" for part in self.parts)
+
+    def as_dict(self) -> dict[str, object]:
         """Return plain data for a checkpoint."""
         return {"version": _VERSION, "parts": [_plain(part) for part in self.parts]}
 
     @classmethod
-    def from_dict(cls, saved: Any) -> Fingerprint:
+    def from_dict(cls, saved: object) -> Fingerprint:
         """Return the fingerprint that `as_dict` gave; raise StateMismatch for anything else."""
         try:
-            version, parts = _exactly(saved, "version", "parts")
-            _must(version == _VERSION and _is(version, int), f"version {version!r}")
-            _must(_is(parts, list), "parts")
-            return cls(tuple(_part_from(part) for part in parts))
-        except _Wrong as error:
+            parts = TypeAdapter(_Saved).validate_python(saved).parts
+            for part in parts:
+                part.check_sums()
+            return cls(parts)
+        except ValueError as error:
+            first = error.errors()[0] if isinstance(error, ValidationError) else None
+            why = f"{'.'.join(map(str, first['loc']))} {first['msg']}" if first else str(error)
             raise StateMismatch(
-                f"a fingerprint of data that cannot be read: {error}",
+                f"a fingerprint of data that cannot be read: {why[:200]}",
                 allowed=f"what this version of halfstep saves (version {_VERSION})",
                 do="use another checkpoint, or resume with the version that saved it",
             ) from error
+
+
+@dataclass(frozen=True)
+class _Saved:
+    __pydantic_config__: ClassVar[ConfigDict] = _NO_OTHER_FIELDS
+
+    version: Annotated[int, Field(strict=True, ge=_VERSION, le=_VERSION)]
+    parts: tuple[SourcePrint, ...]
 
 
 def fingerprint(*sources: Source) -> Fingerprint:
@@ -201,69 +239,9 @@ def _text(row: FilePrint) -> str:
     return f"{row.content} {row.size} {row.key}"
 
 
-def _plain(part: SourcePrint) -> dict[str, Any]:
+def _plain(part: SourcePrint) -> dict[str, object]:
     rows = None if part.rows is None else [_text(row) for row in part.rows]
     return asdict(replace(part, rows=None)) | {"rows": rows, "groups": part.groups and list(part.groups)}
-
-
-class _Wrong(Exception):
-    """The fault of a saved fingerprint."""
-
-
-def _must(holds: bool, what: str) -> None:
-    if not holds:
-        raise _Wrong(f"{what[:80]} is not what was expected")
-
-
-def _is(value: object, kind: type) -> bool:
-    return type(value) is kind
-
-
-def _exactly(saved: Any, *names: str) -> list[Any]:
-    _must(isinstance(saved, Mapping) and set(saved) == set(names), f"{saved!r}")
-    return [saved[name] for name in names]
-
-
-def _part_from(saved: Any) -> SourcePrint:
-    numbers = ("samples", "count", "size")
-    names = (*numbers, "order", "of", "whole", "digest", "rows", "groups")
-    given = dict(zip(names, _exactly(saved, *names), strict=True))
-    for name in numbers:
-        _must(_is(given[name], int) and given[name] >= 0, name)
-    for name in ("order", "digest"):
-        _must(_is_digest(given[name]), name)
-    _must(given["of"] in ("file", "sample") and _is(given["whole"], bool), "of or whole")
-    rows, groups = given["rows"], given["groups"]
-    _must((rows is None) != (groups is None), "both or none of rows and groups")
-    given["rows"] = None if rows is None else _rows_from(rows, given)
-    given["groups"] = None if groups is None else _groups_from(groups)
-    part = SourcePrint(**given)
-    _must(_digest(part.by_group()) == part.digest, "the digest")
-    return part
-
-
-def _rows_from(saved: Any, given: Mapping[str, Any]) -> tuple[FilePrint, ...]:
-    _must(_is(saved, list), "rows")
-    rows = tuple(map(_row_from, saved))
-    _must(len(rows) == given["count"] and sum(row.size for row in rows) == given["size"], "the count or the size")
-    return rows
-
-
-def _row_from(saved: Any) -> FilePrint:
-    parts = saved.split(" ", 2) if _is(saved, str) else []
-    _must(len(parts) == 3 and bool(_CONTENT.fullmatch(parts[0])), f"the row {saved!r}")
-    # Below 19 digits: a longer number is no file size.
-    _must(parts[1].isdecimal() and parts[1].isascii() and len(parts[1]) < 19, f"the row {saved!r}")
-    return FilePrint(parts[2], int(parts[1]), parts[0])
-
-
-def _groups_from(saved: Any) -> tuple[str, ...]:
-    _must(_is(saved, list) and len(saved) == GROUPS and all(map(_is_digest, saved)), "groups")
-    return tuple(saved)
-
-
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 
 # -- changes ----------------------------------------------------------------------------------------------------------

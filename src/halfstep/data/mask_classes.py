@@ -77,7 +77,7 @@ class MaskReading:
     ignore_index: int | None = None
     palette: tuple[Colour, ...] | None = None
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return the settings of a recipe's `data` section."""
         palette = None if self.palette is None else [list(colour) for colour in self.palette]
         return {"classes": self.classes, "ignore_index": self.ignore_index, "palette": palette}

@@ -12,11 +12,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
 
 from halfstep.doctor.wheel import Board, Build, check_build, read_build
 from halfstep.finding import Finding
-from halfstep.precision.known_bad import known_bad
+from halfstep.precision.known_bad import KnownBad, known_bad
 
 SHARED_MEMORY = "/dev/shm"
 SMALL = 2**28
@@ -88,7 +87,7 @@ def _known_bad(machine: Machine) -> Iterator[Finding]:
             yield Finding(entry["id"], entry["severity"], f"{where}: {entry['what']} ({sources})", entry["fix"])
 
 
-def _applies(entry: Mapping[str, Any], machine: Machine) -> str | None:
+def _applies(entry: KnownBad, machine: Machine) -> str | None:
     """Return the version or the GPU that an entry is about; None where it does not apply."""
     if (entry.get("only_cpu") and machine.boards) or (entry.get("only_gpu") and not machine.boards):
         return None

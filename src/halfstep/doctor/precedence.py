@@ -7,7 +7,7 @@ transformers made of every combination of places, and `tests/doctor/test_precede
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from halfstep.doctor.settings import FoundSetting
 from halfstep.doctor.sources import NOT_GIVEN
@@ -116,7 +116,7 @@ class Provenance(NamedTuple):
             return "fp32" not in setting.claim.denies and setting.claim.meaning in ("fp32", "tf32", "auto")
         return not settle([*claims, setting.claim]).against
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the table's row as plain data."""
         return {
             "tool": self.tool,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Sequence
-from typing import Any
 from urllib.parse import quote
 
 from halfstep._version import __version__
@@ -13,7 +12,7 @@ from halfstep.doctor.located import LocatedFinding
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def to_sarif(findings: Sequence[LocatedFinding], otherwise: str, folder: str = "") -> dict[str, Any]:
+def to_sarif(findings: Sequence[LocatedFinding], otherwise: str, folder: str = "") -> dict[str, object]:
     """Return the findings as one run of a tool.
 
     `otherwise` is the file of those that have none, as a variable's; `folder` is the project's place in the repository.
@@ -28,7 +27,7 @@ def to_sarif(findings: Sequence[LocatedFinding], otherwise: str, folder: str = "
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
 
 
-def _rule(name: str, example: LocatedFinding) -> dict[str, Any]:
+def _rule(name: str, example: LocatedFinding) -> dict[str, object]:
     words = name.replace(".", ": ").replace("_", " ")
     return {
         "id": name,
@@ -40,7 +39,7 @@ def _rule(name: str, example: LocatedFinding) -> dict[str, Any]:
     }
 
 
-def _result(finding: LocatedFinding, rule: int, otherwise: str, folder: str) -> dict[str, Any]:
+def _result(finding: LocatedFinding, rule: int, otherwise: str, folder: str) -> dict[str, object]:
     inside = bool(finding.line) or "/" in finding.file or "." in finding.file
     file = posixpath.normpath(posixpath.join(folder, finding.file if inside else otherwise))
     place = {

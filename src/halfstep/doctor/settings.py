@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from halfstep.precision.names import Claim
 
@@ -106,7 +106,7 @@ class FoundSetting:
         equals = "=" if self.kind in ("environment", "code") else ": "
         return f"{self.key}{equals}{shown(self.value)}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         value = self.value if isinstance(self.value, (bool, int, float, str, type(None))) else shown(self.value)
         return {
             "source": self.kind,
@@ -161,7 +161,7 @@ class Document:
 
     kind: Kind
     place: str
-    content: Mapping[str, Any]
+    content: Mapping[str, object]
     lines: Mapping[str, int] = field(default_factory=dict)
     text: str = ""
 

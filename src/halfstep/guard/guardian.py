@@ -290,7 +290,7 @@ class Guardian:
             text = f"{self.limits.probation} steps without trouble: lifted the remedy by which {lifted}"
             self._emit("probation", "info", text, lifted.facts())
 
-    def _emit(self, kind: Kind, level: Level, text: str, facts: dict[str, Any]) -> None:
+    def _emit(self, kind: Kind, level: Level, text: str, facts: Mapping[str, object]) -> None:
         self._tell(GuardEvent(kind, level, text, facts))
 
     # -- state ----------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class Verdict:
     def __str__(self) -> str:
         return "\n".join([self.sentence, *(f"  {one}" for one in self.evidence)])
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the verdict as plain data."""
         return {**asdict(self), "evidence": list(self.evidence), "cures": [asdict(cure) for cure in self.cures]}
 
@@ -124,10 +124,10 @@ class GuardEvent:
     level: Level
     text: str
     """The message for users; the verdict comes first."""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
     """The same as data."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the event as plain data."""
         return asdict(self)
 

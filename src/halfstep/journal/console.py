@@ -84,7 +84,7 @@ def _machine(speed: Event) -> list[words.LineItem]:
     return items + _gpu(speed.get("gpu") or {})
 
 
-def _gpu(gpu: Mapping[str, Any]) -> list[words.LineItem]:
+def _gpu(gpu: Mapping[str, object]) -> list[words.LineItem]:
     parts = []
     if gpu.get("utilisation") is not None:
         parts.append(numbers.share(gpu["utilisation"]))

@@ -276,7 +276,7 @@ def in_strict_json(content: Mapping[str, Any]) -> dict[str, Any]:
     return dict(json.loads(as_line(dict(content))))
 
 
-def as_line(event: Event) -> str:
+def as_line(event: Mapping[str, object]) -> str:
     """Return an event as one line of strict JSON; non-finite numbers become the words NaN, Infinity and -Infinity."""
     # Nearly all events are finite, and need no second pass over their values.
     try:

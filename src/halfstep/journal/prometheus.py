@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.errors import HalfstepError
-from halfstep.files import read_json, renaming
+from halfstep.files import renaming
 from halfstep.journal.events import BAD_SAMPLE, END, EPOCH, FAILED_SAVES, NOTE, SAVED, SPEED, START, Event
 from halfstep.journal.latest import CHECKPOINT, Latest
 from halfstep.journal.numbers import to_float
+from halfstep.status_files import StatusFile, read_status
 
 METRICS = "metrics.prom"
 """The file in the run's folder, where the recipe names no other."""
@@ -148,13 +149,13 @@ class RankHeartbeats:
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder, self.size = folder, size
-        self._seen: dict[int, tuple[Any, float]] = {}
+        self._seen: dict[int, tuple[StatusFile | None, float]] = {}
 
     def behind(self) -> dict[int, float]:
         """Read the files, and return the seconds since the last change of each rank but this one."""
         found = {}
         for rank in range(1, self.size):
-            content, now = read_json(self.folder / f"status.rank-{rank:05d}.json"), time.monotonic()
+            content, now = read_status(self.folder, rank), time.monotonic()
             last, at = self._seen.get(rank, (content, now))
             at = at if content == last else now
             self._seen[rank], found[rank] = (content, at), round(now - at, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -91,6 +91,13 @@ except ImportError as missing:
     ) from missing
 
 
+class Readings(TypedDict):
+    """The machine's meters: bytes of memory, and the GPU's own meters where it has any."""
+
+    memory: dict[str, int | None]
+    gpu: dict[str, float | None] | None
+
+
 class Telemetry:
     """A reader of the machine's meters; it takes well under a millisecond on most machines and never raises."""
 
@@ -100,8 +107,8 @@ class Telemetry:
         self._device = device if present is not None and present.type == device.type else None
         self._gpu = _gpu(self._device) if self._device is not None else None
 
-    def read(self) -> dict[str, Any]:
-        """Return the fields `memory` and `gpu` of a speed event."""
+    def read(self) -> Readings:
+        """Return the fields of a speed event."""
         host = device = peak = None
         with contextlib.suppress(psutil.Error, OSError):
             host = self._process.memory_info().rss

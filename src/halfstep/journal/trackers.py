@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from halfstep.files import read_json
 from halfstep.journal.events import EPOCH, SAVED, SPEED, Event
@@ -118,5 +118,5 @@ def _speed(event: Event) -> dict[str, float]:
     )
 
 
-def _each(group: str, values: dict[str, Any]) -> dict[str, float]:
+def _each(group: str, values: dict[str, object]) -> dict[str, float]:
     return {f"{group}/{name}": to_float(value) for name, value in values.items() if value is not None}

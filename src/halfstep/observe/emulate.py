@@ -211,7 +211,7 @@ class Rounding(ABC):
         self._rounded: list[RoundedTensor] = []
 
     @abstractmethod
-    def run(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    def run(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
         """Return the result of an operation in the emulated format."""
 
     def __call__(self, operation: Operation) -> None:
@@ -229,7 +229,7 @@ class RoundedOutputs(Rounding):
         self.format, self.carrier = format, format.dtype
         self._known: dict[Hashable, list[torch.dtype | None] | None] = {}
 
-    def run(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    def run(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
         """Return the result, computed in fp32 and rounded to the format that torch would store it in."""
         if function._overloadpacket is _aten._to_copy:
             return self._cast(function, arguments, keywords)
@@ -252,14 +252,14 @@ class RoundedOutputs(Rounding):
         pairs = zip(leaves, becomes, strict=True)
         return pytree.tree_unflatten([self._round(leaf, dtype) for leaf, dtype in pairs], form)
 
-    def _cast(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    def _cast(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
         """Run a cast, which rounds by itself. autocast casts weights where the module that owns them runs."""
         result, before = function(*arguments, **keywords), arguments[0]
         if result.dtype is self.carrier and before.is_floating_point() and not is_narrow(before.dtype):
             self._rounded.append(RoundedTensor(before, result, self.format, weight=isinstance(before, nn.Parameter)))
         return result
 
-    def _run_in_place(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    def _run_in_place(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
         wide = run_wide(function, arguments, keywords)
         self._rounded.append(RoundedTensor(wide, arguments[0].copy_(wide), self.format))
         return arguments[0]
@@ -273,7 +273,7 @@ class RoundedOutputs(Rounding):
         return narrow
 
     def _dtypes(
-        self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+        self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]
     ) -> list[torch.dtype | None] | None:
         """Return the dtype of each result; None if torch cannot tell without values."""
         known_by = (function, tuple(map(_kind, pytree.tree_leaves((arguments, dict(keywords))))))
@@ -293,7 +293,7 @@ class RoundedOperands(Rounding):
         # A weak reference keeps the storage's address from being reused, without keeping its memory alive.
         self._from_forward: dict[int, StorageWeakRef] = {}
 
-    def run(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    def run(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
         """Return the result of a matrix product with rounded operands; other operations run as they are."""
         places = _OPERANDS.get(function._overloadpacket, ())
         operands = [arguments[place] for place in places]
@@ -326,7 +326,7 @@ def _in_backward() -> bool:
     return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
 
 
-def _computes(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+def _computes(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> bool:
     """Return whether an operation computes new values from narrow ones, or turns wide ones into narrow ones."""
     packet = function._overloadpacket
     views = any(made.alias_info is not None and not made.alias_info.is_write for made in function._schema.returns)
@@ -340,7 +340,7 @@ def _computes(function: OpOverload, arguments: tuple[Any, ...], keywords: Mappin
     return any(is_narrow(leaf.dtype) for leaf in floating) or bool(floating and asked_for and is_narrow(asked_for))
 
 
-def _written(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Tensor]:
+def _written(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> list[Tensor]:
     """Return the narrow tensors that an operation writes into."""
     taken = function._schema.arguments
     given = {**dict(zip((a.name for a in taken), arguments, strict=False)), **keywords}
@@ -349,7 +349,7 @@ def _written(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping
 
 
 @torch.no_grad()
-def run_wide(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+def run_wide(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
     """Return the result of the same operation with narrow inputs widened to fp32."""
     arguments, keywords = pytree.tree_map(_wide, (arguments, dict(keywords)))
     leaves = pytree.tree_leaves((arguments, keywords))
@@ -385,7 +385,7 @@ def _of_group_norm(function: OpOverload, arguments: tuple[Any, ...]) -> list[tor
 
 
 def _asked(
-    function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]
 ) -> list[torch.dtype | None] | None:
     """Return the result dtypes by running the operation on fake tensors; None if that fails."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -115,7 +115,7 @@ def outermost(found: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
     return [module for module in modules if id(module) in kept]
 
 
-def closure_of(function: Any) -> dict[str, Any]:
+def closure_of(function: Any) -> dict[str, object]:
     """Return the closure of a function by name, without variables that are not bound yet; empty for other objects."""
     code = getattr(function, "__code__", None)
     if code is None:
@@ -160,7 +160,7 @@ def _items(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_object(thing: Any) -> Iterator[tuple[str, Any]]:
-    held: dict[str, Any] = getattr(thing, "__dict__", {})
+    held: dict[str, object] = getattr(thing, "__dict__", {})
     if isinstance(thing, nn.Module):
         yield from ((f".{name}", module) for name, module in thing._modules.items())
         held = {name: item for name, item in held.items() if not name.startswith("_")}

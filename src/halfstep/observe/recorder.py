@@ -115,7 +115,7 @@ _SILENT = "c10d"
 _SENDS = ("send", "barrier", "monitored_barrier_", "check_for_nan")
 
 
-def written_by(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Tensor]:
+def written_by(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> list[Tensor]:
     """Return the tensors among the arguments that an operation is about to write into."""
     places, statistics = _places(function)
     if not places and not statistics:
@@ -143,14 +143,14 @@ def _places(function: OpOverload) -> tuple[Places, Places]:
     return marked, tuple((i, a.name) for i, a in taken if a.name in _STATISTICS and a.name not in names)
 
 
-def _learns(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+def _learns(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> bool:
     for place, taken in enumerate(function._schema.arguments):
         if taken.name in _IN_TRAINING:
             return bool(_given(place, taken.name, arguments, keywords))
     return True
 
 
-def _given(place: int, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+def _given(place: int, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
     return arguments[place] if place < len(arguments) else keywords.get(name)
 
 
@@ -194,7 +194,7 @@ class Operation(NamedTuple):
 
     function: OpOverload
     arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any]
+    keywords: Mapping[str, object]
     result: Any
     module: str
     """Path of the innermost running module; for backward, of the module whose forward made this node."""
@@ -208,7 +208,7 @@ class Operation(NamedTuple):
 
 
 Listener = Callable[[Operation], None]
-Run = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+Run = Callable[[OpOverload, tuple[Any, ...], Mapping[str, object]], Any]
 
 
 class MemoryListener(Protocol):
@@ -235,7 +235,7 @@ class Place(NamedTuple):
     islands: tuple[object, ...]
 
 
-def as_it_is(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+def as_it_is(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
     """Run an operation as torch would without a recorder."""
     return function(*arguments, **keywords)
 

@@ -6,11 +6,31 @@ import json
 import re
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import TypedDict
+
+from halfstep.finding import Severity
+
+
+class KnownBad(TypedDict, total=False):
+    """An entry of the table; it is about versions of a package, about some GPUs, or about both."""
+
+    id: str
+    severity: Severity
+    what: str
+    fix: str
+    sources: list[str]
+    package: str
+    versions: str
+    gpu: str
+    """A regular expression for the GPU's name."""
+    wrong_formats: list[str]
+    only_cpu: bool
+    only_gpu: bool
+    only_apple: bool
 
 
 @cache
-def known_bad() -> tuple[dict[str, Any], ...]:
+def known_bad() -> tuple[KnownBad, ...]:
     """Return the table; each entry has its sources."""
     text = resources.files("halfstep.precision").joinpath("known_bad.json").read_text(encoding="utf-8")
     return tuple(json.loads(text))

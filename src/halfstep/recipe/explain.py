@@ -40,7 +40,7 @@ def rows(schema: Json) -> list[SettingRow]:
     return [_row(setting, fields.keys_of) for setting in fields.by_key.values()]
 
 
-def json_schema(schema: Any) -> dict[str, Any]:
+def json_schema(schema: Any) -> dict[str, object]:
     """Return the JSON schema of a task's recipe; sections that may be omitted are not required."""
     # pydantic requires every section without a default, even one whose fields all have defaults.
     found: dict[str, Any] = schema.model_json_schema()
@@ -48,12 +48,12 @@ def json_schema(schema: Any) -> dict[str, Any]:
     return {**found, "required": required}
 
 
-def editor_schema(schemas: Mapping[str, Json]) -> dict[str, Any]:
+def editor_schema(schemas: Mapping[str, Json]) -> dict[str, object]:
     """Return one JSON schema for all tasks.
 
     `task` selects the branch; recipes of a user's own tasks are not checked.
     """
-    shared: dict[str, Any] = {}
+    shared: dict[str, object] = {}
     branches = []
     for task, schema in schemas.items():
         branch, definitions = _renamed(_with_other_words(schema), task, shared)
@@ -122,11 +122,11 @@ def _may_be_left_out(schema: Json, name: str) -> bool:
     return bool(target) and not schema["$defs"][target].get("required")
 
 
-def _with_other_words(schema: Json) -> dict[str, Any]:
+def _with_other_words(schema: Json) -> dict[str, object]:
     """Return the schema with all names that are translated before validation."""
     # An editor validates the file as it is written. Without these it would mark names as errors that halfstep accepts.
     fields = fields_in(schema)
-    other: dict[str, Any] = {
+    other: dict[str, object] = {
         word: {"description": f"Read as {keys[0]}."} for word, keys in fields.keys_of.items() if len(keys) == 1
     }
     other |= {word: {"type": "object", "description": "Read as if it stood outside."} for word in FOREIGN_SECTIONS}
@@ -150,7 +150,7 @@ def _with_also(definition: Json) -> Json:
     return {**definition, "properties": {**also, **own}}
 
 
-def _renamed(schema: Json, task: str, shared: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _renamed(schema: Json, task: str, shared: Mapping[str, object]) -> tuple[Any, dict[str, object]]:
     """Return a task's schema and its definitions; definitions that differ from another task's get the task's name."""
     content = {key: value for key, value in schema.items() if key != "$defs"}
     definitions = dict(schema.get("$defs", {}))

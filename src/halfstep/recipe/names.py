@@ -105,12 +105,12 @@ def nearest_key(word: str, fields: Fields) -> str | None:
 class Translated(NamedTuple):
     """A recipe with known names only, its words for precision, and notes on what was translated."""
 
-    raw: dict[str, Any]
-    precision: dict[str, Any]
+    raw: dict[str, object]
+    precision: dict[str, object]
     notes: list[str]
 
 
-def translate(raw: Mapping[str, Any], fields: Fields) -> Translated:
+def translate(raw: Mapping[str, object], fields: Fields) -> Translated:
     """Move every known foreign name to its setting; leave unknown names for validation to report.
 
     Raises Contradiction if two names of one setting have different values.
@@ -133,7 +133,7 @@ def same_precision(key: str, one: Any, other: Any) -> bool:
     return meanings[0] == meanings[1]
 
 
-def _take_precision(raw: dict[str, Any]) -> dict[str, Any]:
+def _take_precision(raw: dict[str, object]) -> dict[str, object]:
     found = {word: raw.pop(word) for word in PRECISION_WORDS if word in raw}
     for section in FOREIGN_SECTIONS:
         inner = raw.get(section)
@@ -146,7 +146,7 @@ def _take_precision(raw: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _moves(raw: dict[str, Any], fields: Fields) -> Iterator[tuple[str, str]]:
+def _moves(raw: dict[str, object], fields: Fields) -> Iterator[tuple[str, str]]:
     """Move each name that has exactly one meaning, and yield where it was and its key."""
     for section in fields.sections:
         key = fields.short_for(section) if isinstance(raw.get(section), str) else None
@@ -169,7 +169,9 @@ def _moves(raw: dict[str, Any], fields: Fields) -> Iterator[tuple[str, str]]:
                 yield from _move(raw, holder, word, f"{section}.{word}", key)
 
 
-def _move(raw: dict[str, Any], holder: dict[str, Any], word: str, written: str, key: str) -> Iterator[tuple[str, str]]:
+def _move(
+    raw: dict[str, object], holder: dict[str, object], word: str, written: str, key: str
+) -> Iterator[tuple[str, str]]:
     section, _, name = key.rpartition(".")
     place = raw.get(section) if section else raw
     if place is None:

@@ -47,7 +47,7 @@ class ChosenSetting(NamedTuple):
     reason: str
 
 
-Size = Callable[[Any, Mapping[str, Any]], Sequence[ChosenSetting]]
+Size = Callable[[Any, Mapping[str, object]], Sequence[ChosenSetting]]
 """A function that chooses omitted settings, given the recipe with its defaults and the given settings by dotted key."""
 
 
@@ -67,7 +67,7 @@ class Resolved:
 
 
 def resolve(
-    raw: Mapping[str, Any],
+    raw: Mapping[str, object],
     schema: Any,
     overrides: Iterable[tuple[str, Any]] = (),
     label: str = "run",
@@ -97,7 +97,7 @@ def resolve(
 class CommandLine(NamedTuple):
     """The overrides: the words for precision, which are read together, and all others."""
 
-    precision: dict[str, Any]
+    precision: dict[str, object]
     others: list[Override]
 
 
@@ -118,7 +118,7 @@ def _command_line(overrides: Iterable[tuple[str, Any]]) -> CommandLine:
 
 def _override(
     translated: Translated, line: CommandLine, fields: Fields, label: str
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, object], list[str]]:
     """Return the recipe with the command line over it and one precision, and the notes for the user."""
     moved = translations(line.others, fields)
     content = apply(translated.raw, line.others)
@@ -136,7 +136,7 @@ def _override(
     return content, notes
 
 
-def apply(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def apply(raw: Mapping[str, object], overrides: Iterable[tuple[str, Any]]) -> dict[str, object]:
     """Return a copy of the recipe with the overrides applied."""
     result = copy.deepcopy(dict(raw))
     for key, value in overrides:
@@ -162,7 +162,7 @@ def _section(recipe: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | N
     return place
 
 
-def _one_length(content: dict[str, Any], overrides: Iterable[Override]) -> Iterator[str]:
+def _one_length(content: dict[str, object], overrides: Iterable[Override]) -> Iterator[str]:
     """Let epochs on the command line replace the recipe's steps, and vice versa; yield a note about it."""
     keys, train = {o.key: o.value for o in overrides if o.value is not None}, content.get("train")
     if "train.epochs" in keys and "train.steps" in keys:
@@ -193,7 +193,7 @@ def _no_interpolation(content: Any, label: str, key: str = "") -> None:
         )
 
 
-def _read_precision(words: Mapping[str, Any]) -> Named | None:
+def _read_precision(words: Mapping[str, object]) -> Named | None:
     """Return the precision that the words for precision mean together, or None without any.
 
     Raises Contradiction if they disagree, and BadRecipe for a value that is no precision.
@@ -204,7 +204,7 @@ def _read_precision(words: Mapping[str, Any]) -> Named | None:
     return read_settings(words)
 
 
-def _read_over(line: Mapping[str, Any], recipe: Mapping[str, Any]) -> Named | None:
+def _read_over(line: Mapping[str, object], recipe: Mapping[str, object]) -> Named | None:
     """Return the precision of the command line over the recipe's.
 
     A switch without a format uses a format from the recipe.
@@ -223,10 +223,10 @@ def _read_over(line: Mapping[str, Any], recipe: Mapping[str, Any]) -> Named | No
 # -- validate ---------------------------------------------------------------------------------------------------------
 
 
-def _validate(content: Mapping[str, Any], schema: Any, label: str) -> Any:
+def _validate(content: Mapping[str, object], schema: Any, label: str) -> Any:
     """Return the recipe with its defaults; raise BadRecipe for values that are invalid, alone or together."""
     # A section whose fields all have defaults may be omitted or left empty.
-    filled: dict[str, Any] = {key: {} for key in schema.model_fields if key in ("model", "data", "loss")}
+    filled: dict[str, object] = {key: {} for key in schema.model_fields if key in ("model", "data", "loss")}
     filled |= {key: value for key, value in content.items() if value is not None or key not in schema.model_fields}
     recipe = validated(filled, schema, label)
     wrong = list(_impossible(recipe))

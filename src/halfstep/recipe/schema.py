@@ -37,7 +37,7 @@ class Also:
     def __init__(self, *names: str) -> None:
         self.names = names
 
-    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, object]:
         return {**handler(core), ALSO: list(self.names)}
 
 
@@ -47,7 +47,7 @@ class Refused:
     def __init__(self, **reasons: str) -> None:
         self.reasons = reasons
 
-    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, object]:
         return {**handler(core), REFUSED: self.reasons}
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from halfstep.errors import unknown_name
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 PREFIX = "train_"
 """Most scripts train one recipe, and are known by its name: `train_unet.py` is `unet`."""
@@ -25,7 +28,7 @@ def script_text(name: str) -> tuple[str, str]:
     return found[name].name, found[name].read_text(encoding="utf-8")
 
 
-def _scripts() -> dict[str, Any]:
+def _scripts() -> dict[str, Traversable]:
     installed = resources.files("halfstep") / "examples"
     # Only a wheel has them inside the package; a checkout has them next to `src`.
     folder = installed if installed.is_dir() else Path(__file__).parents[3] / "examples"

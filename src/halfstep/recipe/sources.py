@@ -20,7 +20,7 @@ class RawRecipe(NamedTuple):
 
     label: str
     """The file's name without its suffix; it names the run's folder."""
-    raw: dict[str, Any]
+    raw: dict[str, object]
     text: str
 
 
@@ -35,7 +35,7 @@ def read_recipe(name_or_path: str) -> RawRecipe:
     return RawRecipe(label, read_yaml(text, _where(name_or_path)), text)
 
 
-def recipe_of(content: Mapping[str, Any]) -> RawRecipe:
+def recipe_of(content: Mapping[str, object]) -> RawRecipe:
     """Return a recipe that was written in Python, nested or with dotted keys; its task names the run's folder."""
     nested: dict[str, Any] = {}
     # Whole sections first: a dotted key changes one of their settings.

@@ -38,7 +38,7 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 class Read(NamedTuple):
     """The content of a file, and the line of each key."""
 
-    content: dict[str, Any]
+    content: dict[str, object]
     lines: dict[str, int]
     """The line of each dotted key, counted from 1."""
 
@@ -103,7 +103,7 @@ class FastLoader(_StrictComposer, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         self.where = where
 
 
-def read_yaml(text: str | bytes, where: str) -> dict[str, Any]:
+def read_yaml(text: str | bytes, where: str) -> dict[str, object]:
     """Return the mapping in a file; `where` names the file in errors.
 
     Raises BadRecipe for anything but plain data, and Unsafe for a tag.
@@ -217,7 +217,7 @@ def _value_of(node: yaml.Node, path: str, where: str, lines: dict[str, int]) -> 
     if isinstance(node, yaml.ScalarNode):
         # A style means quotes or a block: such a value is text.
         return node.value if node.style else scalar(node.value, _line_of(node, where))
-    content: dict[str, Any] = {}
+    content: dict[str, object] = {}
     for key_node, value in node.value:
         key = _value_of(key_node, "", where, {})
         if not isinstance(key, str):
@@ -297,7 +297,7 @@ def to_yaml(recipe: Any) -> str:
     return text
 
 
-def flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(content: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys with their values."""
     for key, value in content.items():
         if isinstance(value, Mapping):

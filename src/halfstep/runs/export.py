@@ -162,9 +162,12 @@ def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
     state = State.from_parts(*read_state(generation, 0), where=str(generation.path))
     task.recipe = without_weights(task.recipe)
     model = task.model()
-    ema = (state.ema if averaged else None) or {"averages": {}, "buffers": {}}
-    _put(dict(model.named_parameters()), {**state.weights["parameters"], **ema["averages"]}, generation)
-    _put(dict(model.named_buffers()), {**state.weights["buffers"], **ema["buffers"]}, generation)
+    parameters, buffers = dict(state.weights["parameters"]), dict(state.weights["buffers"])
+    if averaged and state.ema is not None:
+        parameters |= state.ema["averages"]
+        buffers |= state.ema["buffers"]
+    _put(dict(model.named_parameters()), parameters, generation)
+    _put(dict(model.named_buffers()), buffers, generation)
     if not finite(model):
         raise BadData(
             f"{generation.name} has weights that are not finite",

@@ -168,7 +168,7 @@ def elsewhere(finished: Finished, place: Path) -> Finished:
         )
     _check(place, finished)
     # Absolute: a relative name would be looked up below the data folder first.
-    changes: dict[str, Any] = {"name": _kind(data, place), "path": str(place), "val": str(place.resolve())}
+    changes: dict[str, object] = {"name": _kind(data, place), "path": str(place), "val": str(place.resolve())}
     # data.masks belongs to the training images.
     changes |= {"masks": None} if "masks" in fields else {}
     recipe = finished.recipe.model_copy(update={"data": data.model_copy(update=changes)})

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ from halfstep.recipe.resolve import Resolved
 from halfstep.recipe.sources import read_recipe, recipe_of
 from halfstep.runs.registry import task_class
 from halfstep.runs.resolve import Settings, accepted_changes, in_short, resolved_recipe
+from halfstep.status_files import rank_of_file
 from halfstep.status_line import Now, OnProgress, unwatched
 from halfstep.terminal import progress, screen
 from halfstep.train.checkpointing import check_writing
@@ -37,17 +38,9 @@ from halfstep.train.microbatches import division_notes, for_ranks
 from halfstep.train.process_group import rng_preserved, together
 from halfstep.train.resume import Resumed, find, resume_from
 from halfstep.train.run import Run, make_loop, train
-from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, keep_recipe, open_run, unfinish
+from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, State, keep_recipe, open_run, unfinish
 from halfstep.train.signals import Stopping
-from halfstep.train.status import (
-    Launch,
-    RankStatus,
-    begin,
-    is_status_file,
-    may_be_restarted,
-    restart_count,
-    status_saved,
-)
+from halfstep.train.status import Launch, RankStatus, begin, may_be_restarted, restart_count, status_saved
 from halfstep.train.task import Task, no_progress
 from halfstep.train.watchdog import MARGIN, Beat, OnHang, Watchdog, end_hung, set_group_timeout
 
@@ -55,7 +48,7 @@ MEGABYTE = 10**6
 
 
 def fit(
-    recipe: str | Path | Mapping[str, Any],
+    recipe: str | Path | Mapping[str, object],
     *,
     task: Task | type[Task] | None = None,
     precision: str | None = None,
@@ -112,9 +105,9 @@ def launch(
         _opened(resolved, new, accepted, now) as opened,
     ):
         # Rank 0 decides the recipe: the folder it numbered is part of it.
-        recipe = kind.schema.model_validate(opened["recipe"])
+        recipe = kind.schema.model_validate(opened.recipe)
         folder, journal = Path(recipe.run.dir), Journal()
-        status = RankStatus(folder, Launch(**opened["launch"]))
+        status = RankStatus(folder, opened.launch)
         watchdog = Watchdog(
             status,
             options,
@@ -131,14 +124,14 @@ def launch(
         # Once more inside: the status has the code of what is raised there.
         with status_saved(status), watchdog, contextlib.closing(journal):
             # Rank 0 removes a new folder in which nothing was started; that is no loss to the other ranks.
-            is_kept = opened["state"] != NEW
+            is_kept = opened.state != NEW
             with (
-                _removed_unless_started(folder, opened["state"]),
+                _removed_unless_started(folder, opened.state),
                 _lost_folder_named(folder) if is_kept else contextlib.nullcontext(),
                 lost_ranks_named(lost),
             ):
                 # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
-                found = find(folder) if opened["state"] == UNFINISHED else None
+                found = find(folder) if opened.state == UNFINISHED else None
                 now("reading the data, building the model")
                 with nothing_collected(), _watched(quiet, now) as on_progress:
                     loop = make_loop(
@@ -154,7 +147,7 @@ def launch(
                     )
                 now("")
                 beat("restoring", 0)
-                unfinished, finished = opened["state"] == UNFINISHED, opened["result"]
+                unfinished, finished = opened.state == UNFINISHED, opened.result
                 resumed = resume_from(loop, found, folder, accepted, finished) if unfinished else None
                 check_writing(folder, loop.live, status.launch.token)
                 journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
@@ -237,12 +230,23 @@ def _given_alike(resolved: Resolved) -> Iterator[None]:
     yield
 
 
+class OpenedRun(NamedTuple):
+    """A run's folder as rank 0 opened it for all ranks."""
+
+    recipe: dict[str, Any]
+    """As JSON; the folder that rank 0 numbered is part of it."""
+    launch: Launch
+    state: State
+    result: dict[str, object] | None
+    """The result of a finished run that is extended."""
+
+
 @contextmanager
-def _opened(resolved: Resolved, new: bool, accepted: Collection[str], now: Now) -> Iterator[dict[str, Any]]:
+def _opened(resolved: Resolved, new: bool, accepted: Collection[str], now: Now) -> Iterator[OpenedRun]:
     """Open and lock the run's folder on rank 0 for all ranks."""
     held: list[FolderLock] = []
 
-    def open_it() -> dict[str, Any]:
+    def open_it() -> tuple[object, ...]:
         opened = open_run(resolved.recipe, resolved.label, new, drawn=resolved.drawn, accepted=accepted, now=now)
         held.append(opened.lock)
         newest = max((one.attempt for one in generations(opened.path / CHECKPOINTS)), default=-1)
@@ -250,14 +254,14 @@ def _opened(resolved: Resolved, new: bool, accepted: Collection[str], now: Now) 
         launched = replace(launched, token=opened.lock.token)
         # Sent to the other ranks as plain data.
         recipe = for_ranks(opened.recipe, distributed.size(), launched.divided_by)
-        plain = {"recipe": recipe.model_dump(mode="json"), "launch": asdict(launched)}
-        return {**plain, "state": opened.state, "result": opened.result}
+        return recipe.model_dump(mode="json"), asdict(launched), opened.state, opened.result
 
     try:
-        opened: dict[str, Any] = distributed.rank_zero_or_raise(open_it)
-        folder, token = Path(opened["recipe"]["run"]["dir"]), opened["launch"]["token"]
+        recipe, launch, state, result = distributed.rank_zero_or_raise(open_it)
+        opened = OpenedRun(recipe, Launch(**launch), state, result)
+        folder = Path(opened.recipe["run"]["dir"])
         if distributed.rank() > 0:
-            Ownership.joined(folder, token)  # again in `check_writing`, where a network disk is late
+            Ownership.joined(folder, opened.launch.token)  # again in `check_writing`, where a network disk is late
         try:
             yield opened
         finally:
@@ -308,7 +312,7 @@ def _clear(folder: Path) -> None:
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             # The lock too: without it, the last status would not be written.
-            elif not is_status_file(entry.name) and entry.name != LOCK:
+            elif rank_of_file(entry.name) is None and entry.name != LOCK:
                 entry.unlink()
 
 

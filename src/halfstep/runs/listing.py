@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-import socket
 import stat
 import time
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from halfstep import status_files
 from halfstep.errors import GAVE_UP, INTERRUPTED, TRY_AGAIN, BadData
 from halfstep.files import LARGEST_JSON, read_json
 from halfstep.journal.events import END, EPOCH, START, STEP, Event
 from halfstep.journal.jsonl import JOURNAL, lines_backwards, parts_of, read_event
 from halfstep.journal.thinning import number
-from halfstep.ownership import is_alive
+from halfstep.status_files import StatusFile, read_status, status_file, timestamp
 
-RECIPE, RESULT, STATUS = "recipe.yaml", "result.json", "status.rank-00000.json"
+RECIPE, RESULT, STATUS = "recipe.yaml", "result.json", status_file(0)
 """Files of a run; their modules load the schema of recipes or torch."""
 MOST_ENTRIES = 100_000
 """Entries of a folder that are looked at."""
@@ -150,31 +149,29 @@ def _row(run: Path, written_at: float) -> RunRow:
     )
 
 
-def state_of(run: Path, end: Mapping[str, Any]) -> RunState:
+def state_of(run: Path, end: Event) -> RunState:
     """Return the state of a run from its result, its status and the end in its journal, if its last launch has one."""
-    status = _fields(read_json(run / STATUS))
-    if status.get("state") == "running":
+    status = read_status(run, 0) or StatusFile()
+    if status.state == status_files.RUNNING:
         return _running(status)
-    code, why = status.get("code"), (_word(status.get("reason")) or _word(end.get("error")) or "")
-    if type(code) is int:
-        return RunState(_BY_CODE.get(code, FAILED), why)
+    why = _word(status.reason) or _word(end.get("error")) or ""
+    if status.code is not None:
+        return RunState(_BY_CODE.get(status.code, FAILED), why)
     if end or read_json(run / RESULT) is not None:
         return RunState(_BY_REASON.get(str(end.get("reason", "finished")), FAILED), why)
     begun = _is_file(run / JOURNAL)
     return RunState(KILLED, "it wrote no end") if begun else RunState(NOT_BEGUN, "")
 
 
-def _running(status: Mapping[str, Any]) -> RunState:
+def _running(status: StatusFile) -> RunState:
     """Return the state of a run that wrote no end."""
-    phase, silence = _word(status.get("phase")) or "", time.time() - _timestamp(status.get("time"))
-    pid = status.get("pid")
-    if status.get("host") == socket.gethostname() and type(pid) is int:
-        if is_alive(pid, _timestamp(status.get("since"))):
-            return RunState(RUNNING, phase)
-        return RunState(KILLED, "its process is gone, and wrote no end")
-    if silence < SILENT_AFTER:
-        return RunState(RUNNING, phase)
-    return RunState(SILENT, f"no heartbeat from {_word(status.get('host')) or 'its host'}")
+    running = RunState(RUNNING, _word(status.phase) or "")
+    if status.is_of_this_host and status.pid is not None:
+        gone = RunState(KILLED, "its process is gone, and wrote no end")
+        return gone if status.is_gone(timestamp(status.since)) else running
+    if time.time() - status.written_at < SILENT_AFTER:
+        return running
+    return RunState(SILENT, f"no heartbeat from {_word(status.host) or 'its host'}")
 
 
 def _last_events(path: Path) -> dict[str, Event]:
@@ -208,7 +205,7 @@ def _first_start(path: Path) -> dict[str, Event]:
     return {START: event} if event is not None and event["event"] == START else {}
 
 
-def _best(told: Mapping[str, Any], start: Mapping[str, Any]) -> tuple[str | None, float | None]:
+def _best(told: Mapping[str, object], start: Event) -> tuple[str | None, float | None]:
     """Return the metric that decides and its best value, from a result or an epoch."""
     best = _fields(told.get("best"))
     name = _word(best.get("metric")) or _word(_fields(start.get("metric")).get("name"))
@@ -216,7 +213,7 @@ def _best(told: Mapping[str, Any], start: Mapping[str, Any]) -> tuple[str | None
     return name, value if abs(value) < float("inf") else None
 
 
-def _skips(step: Mapping[str, Any], result: Mapping[str, Any]) -> int | None:
+def _skips(step: Event, result: Mapping[str, object]) -> int | None:
     attempt, applied = _count(step.get("attempt")), _count(step.get("step"))
     if attempt is not None and applied is not None:
         return max(0, attempt - applied)
@@ -229,7 +226,7 @@ def _seconds(last: Mapping[str, Event]) -> float | None:
     return seconds if 0.0 < seconds < float("inf") else None
 
 
-def _fields(value: object) -> dict[str, Any]:
+def _fields(value: object) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
@@ -239,10 +236,3 @@ def _word(value: object) -> str | None:
 
 def _count(value: object) -> int | None:
     return value if type(value) is int and 0 <= value < 2**53 else None
-
-
-def _timestamp(value: object) -> float:
-    try:
-        return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else 0.0
-    except (ValueError, OverflowError):
-        return 0.0

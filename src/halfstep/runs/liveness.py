@@ -7,20 +7,18 @@ found here by its number, is watched until its file changes: each write raises `
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Mapping
-from datetime import datetime
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from halfstep.errors import HUNG, SOFTWARE, TRY_AGAIN, BadData
 from halfstep.files import read_json
-from halfstep.ownership import is_alive
+from halfstep.status_files import ENDED, StatusFile, read_status
 
 RESULT = "result.json"
-MOVING, ENDED, SILENT = "moving", "ended", "silent"
-"""States of a rank."""
+MOVING, SILENT = "moving", "silent"
+"""States of a rank, next to `ended`."""
 ALIVE, FINISHED, FAILED = "alive", "finished", "ended"
 """States of a run, next to `silent`."""
 MOST_RANKS = 100_000
@@ -61,17 +59,13 @@ class RunLiveness(NamedTuple):
     ranks: list[RankLiveness]
 
 
-Status = Mapping[str, Any]
-"""The content of a status file, in which nothing is taken for granted; empty where there is none."""
-
-
 def judge_run(folder: Path, max_age: float, rank: int | None = None) -> RunLiveness:
     """Return whether all ranks of a run move, or one of them; waits for other hosts up to `max_age` seconds.
 
     The code is 0 for a run that moves or finished, 76 where a rank wrote no heartbeat for `max_age` seconds, else the
     exit code of the run. Raises BadData for a folder without the status of a run.
     """
-    statuses = _read_statuses(folder) if rank is None else {rank: _read(folder, rank)}
+    statuses = _read_statuses(folder) if rank is None else {rank: read_status(folder, rank)}
     if not any(statuses.values()):
         if rank is None and read_json(folder / RESULT) is not None:
             return RunLiveness(folder, FINISHED, 0, "finished", False, [])
@@ -81,37 +75,35 @@ def judge_run(folder: Path, max_age: float, rank: int | None = None) -> RunLiven
             do="give the run's own folder; `halfstep runs DIR` lists those of a folder",
         )
     ranks = _judge_ranks(folder, statuses, max_age)
-    return _judge(folder, ranks, statuses)
+    return _judge(folder, ranks, {rank for rank, status in statuses.items() if status and status.restartable})
 
 
-def _read(folder: Path, rank: int) -> Status:
-    status = read_json(folder / f"status.rank-{rank:05d}.json")
-    return status if isinstance(status, dict) else {}
-
-
-def _read_statuses(folder: Path) -> dict[int, Status]:
-    """Return the statuses of all ranks of the last launch; empty ones for ranks that have not written."""
-    first = _read(folder, 0)
-    world = first.get("world")
+def _read_statuses(folder: Path) -> dict[int, StatusFile | None]:
+    """Return the statuses of all ranks of the last launch; None for ranks that have not written."""
+    found = {0: read_status(folder, 0)}
+    world, launch = (found[0].world or 1, found[0].launch) if found[0] else (1, None)
     # Statuses without a world are of an earlier version, and only rank 0 is known to belong to the launch.
-    size = world if type(world) is int and 0 < world <= MOST_RANKS else 1
-    found = {rank: _read(folder, rank) for rank in range(1, size)}
-    same = {rank: one if one.get("launch") == first.get("launch") else {} for rank, one in found.items()}
-    return {0: first, **same}
+    for rank in range(1, world if 0 < world <= MOST_RANKS else 1):
+        status = read_status(folder, rank)
+        found[rank] = status if status and status.launch == launch else None
+    return found
 
 
-def _judge_ranks(folder: Path, statuses: Mapping[int, Status], max_age: float) -> list[RankLiveness]:
+def _judge_ranks(folder: Path, statuses: Mapping[int, StatusFile | None], max_age: float) -> list[RankLiveness]:
     judged: dict[int, RankLiveness] = {}
     watched: dict[int, float] = {}
     """The seconds for which a rank is watched at most."""
-    here, now = socket.gethostname(), time.time()
+    now = time.time()
     grace = min(max_age, max(FOR_A_BEAT, 2 * len(statuses) / RANKS_A_SECOND))
     for rank, status in statuses.items():
-        if status.get("state") == "ended":
+        if status is not None and status.state == ENDED:
             judged[rank] = _as_ended(rank, status)
-        elif status.get("host") != here or _is_gone(status):
-            watched[rank] = grace if status.get("host") == here else max_age
-        elif (age := now - _timestamp(status.get("time"))) > max_age:
+            continue
+        if status is None or not status.is_of_this_host:
+            watched[rank] = max_age
+        elif _is_gone(status):
+            watched[rank] = grace
+        elif (age := now - status.written_at) > max_age:
             judged[rank] = _as_running(rank, status, SILENT, age, f"no heartbeat for {age:.0f} s")
         elif age < 0.0:
             watched[rank] = grace
@@ -120,19 +112,21 @@ def _judge_ranks(folder: Path, statuses: Mapping[int, Status], max_age: float) -
     return [(judged | _watch(folder, statuses, watched))[rank] for rank in statuses]
 
 
-def _watch(folder: Path, statuses: Mapping[int, Status], limits: Mapping[int, float]) -> dict[int, RankLiveness]:
+def _watch(
+    folder: Path, statuses: Mapping[int, StatusFile | None], limits: Mapping[int, float]
+) -> dict[int, RankLiveness]:
     """Read the files of some ranks until each has changed, at most as long as its limit."""
     judged: dict[int, RankLiveness] = {}
-    launches = {status.get("launch") for status in statuses.values() if status}
+    launches = {status.launch for status in statuses.values() if status}
     began = time.monotonic()
     while left := {rank: limit for rank, limit in limits.items() if rank not in judged}:
         time.sleep(max(PAUSE, len(left) / RANKS_A_SECOND / 10))
         waited = time.monotonic() - began
         for rank, limit in left.items():
-            status = _read(folder, rank)
-            if status.get("launch") not in launches:  # of an attempt before, and this rank has not written yet
-                status = {}
-            if status.get("state") == "ended":
+            status = read_status(folder, rank)
+            if status and status.launch not in launches:  # of an attempt before, and this rank has not written yet
+                status = None
+            if status and status.state == ENDED:
                 judged[rank] = _as_ended(rank, status)
             # The whole content, which `beat`, the step and the time are part of: earlier versions have no `beat`.
             elif status and status != statuses[rank]:
@@ -142,27 +136,25 @@ def _watch(folder: Path, statuses: Mapping[int, Status], limits: Mapping[int, fl
     return judged
 
 
-def _why_silent(status: Status, waited: float) -> str:
+def _why_silent(status: StatusFile | None, waited: float) -> str:
     if not status:
         return f"no status of this launch within {waited:.0f} s"
-    if status.get("host") == socket.gethostname() and _is_gone(status):
+    if status.is_of_this_host and _is_gone(status):
         return "its process is gone, and wrote no end"
     return f"no heartbeat for {waited:.0f} s"
 
 
-def _is_gone(status: Status) -> bool:
-    """Return whether this host has no such process any more; a pod may get the name of the one before."""
-    pid = status.get("pid")
-    return type(pid) is int and not is_alive(pid, _timestamp(status.get("time")))
+def _is_gone(status: StatusFile) -> bool:
+    return status.is_gone(status.written_at)
 
 
-def _judge(folder: Path, ranks: list[RankLiveness], statuses: Mapping[int, Status]) -> RunLiveness:
+def _judge(folder: Path, ranks: list[RankLiveness], restartable: Collection[int]) -> RunLiveness:
     failed = [one for one in ranks if one.state == ENDED and one.code]
     if failed:
         # The rank that failed by itself, not those that lost it or stopped with it.
         first = min(failed, key=lambda one: (one.code in (TRY_AGAIN, HUNG), one.rank))
-        restartable = all(statuses[one.rank].get("restartable") is True for one in failed)
-        return RunLiveness(folder, FAILED, first.code or SOFTWARE, _named(first, ranks), restartable, ranks)
+        again = all(one.rank in restartable for one in failed)
+        return RunLiveness(folder, FAILED, first.code or SOFTWARE, _named(first, ranks), again, ranks)
     silent = [one for one in ranks if one.state == SILENT]
     if silent:
         more = f"; {len(silent) - 1} more ranks are silent" if len(silent) > 1 else ""
@@ -181,27 +173,14 @@ def _named(one: RankLiveness, ranks: list[RankLiveness]) -> str:
     return f"rank {one.rank}{where}: {one.why}" if len(ranks) > 1 else one.why
 
 
-def _as_ended(rank: int, status: Status) -> RankLiveness:
-    code = status.get("code")
+def _as_ended(rank: int, status: StatusFile) -> RankLiveness:
     # A code that no process can end with was not written by halfstep.
-    known = code if type(code) is int and 0 <= code < 256 else SOFTWARE
-    found = _as_running(rank, status, ENDED, None, _word(status.get("reason")) or "")
-    return found._replace(code=known)
+    known = SOFTWARE if status.code is None or not 0 <= status.code < 256 else status.code
+    return _as_running(rank, status, ENDED, None, (status.reason or "")[:LONGEST])._replace(code=known)
 
 
-def _as_running(rank: int, status: Status, state: str, age: float | None, why: str) -> RankLiveness:
-    host, phase = _word(status.get("host")), _word(status.get("phase"))
-    numbers = {name: value if type(value := status.get(name)) is int else None for name in ("pid", "step", "beat")}
+def _as_running(rank: int, status: StatusFile | None, state: str, age: float | None, why: str) -> RankLiveness:
+    status = status or StatusFile()
+    host, phase = (word[:LONGEST] if word else None for word in (status.host, status.phase))
     rounded = None if age is None else round(age, 1)
-    return RankLiveness(rank, state, host, phase=phase, age=rounded, code=None, why=why, **numbers)
-
-
-def _word(value: object) -> str | None:
-    return value[:LONGEST] if isinstance(value, str) and value else None
-
-
-def _timestamp(value: object) -> float:
-    try:
-        return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else 0.0
-    except (ValueError, OverflowError):
-        return 0.0
+    return RankLiveness(rank, state, host, status.pid, status.step, phase, rounded, None, why, status.beat)

@@ -50,7 +50,7 @@ def task_schema(name: str) -> Any:
     return task_class(name).schema if module is None else module.SCHEMA
 
 
-def task_schemas() -> dict[str, dict[str, Any]]:
+def task_schemas() -> dict[str, dict[str, object]]:
     """Return the JSON schema of every task, by its name."""
     from halfstep.recipe.explain import json_schema
 

@@ -32,7 +32,7 @@ from halfstep.train.run_folder import NEW, check_run
 METRICS_FILE = "run.prometheus"
 CLASSIC, ENCODED = "unet", "smp-unet"
 """The classic U-Net, and the one of segmentation-models-pytorch, whose encoder has pretrained weights."""
-Settings = Mapping[str, Any] | Iterable[str]
+Settings = Mapping[str, object] | Iterable[str]
 """`{"train.batch_size": 4}`, or as on the command line: `["train.batch_size=4", "--bf16"]`."""
 
 
@@ -92,7 +92,7 @@ def _short(value: Any) -> str:
     return f"of {len(value)}" if isinstance(value, list) else f"{value}"
 
 
-def _sized(recipe: Any, given: Mapping[str, Any], *, must_exist: bool) -> Sequence[ChosenSetting]:
+def _sized(recipe: Any, given: Mapping[str, object], *, must_exist: bool) -> Sequence[ChosenSetting]:
     """Choose the settings a recipe leaves open, for its data set and this machine."""
     rules = _rules(recipe.task)
     # With every setting given, neither the data nor the device is looked at.

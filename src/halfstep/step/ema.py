@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,15 @@ class StepCounts:
         """Load counters; raise StateMismatch if their names differ."""
         same_keys("counters", vars(self), state)
         vars(self).update({**state, "skipped": Counter(state["skipped"])})
+
+
+class EmaState(TypedDict):
+    """The saved state of an average."""
+
+    decay: float
+    averages: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    non_persistent_buffers: list[str]
 
 
 class Ema:
@@ -164,17 +173,17 @@ class Ema:
         pairs = zip(self._parameters, self._averages, strict=True)
         return next((average for p, average in pairs if p is parameter), None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> EmaState:
         """Return the state. It holds references, as torch's own: copy it if training continues."""
         self._catch_up()
-        kept = {"averages": self.averages(), "buffers": dict(self._copies)}
         return {
             "decay": self.decay,
-            **kept,
+            "averages": self.averages(),
+            "buffers": dict(self._copies),
             "non_persistent_buffers": sorted(set(self._copies) & _non_persistent(self._model)),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: EmaState) -> None:
         """Load a state; raise StateMismatch for the averages or buffers of another model."""
         if not _same_shapes(self.averages(), state["averages"]):
             differing = sorted(set(state["averages"]) ^ set(self._names)) or ["shapes"]

@@ -6,7 +6,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -68,6 +68,13 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
 
 
 # -- one loss in a window ---------------------------------------------------------------------------------------------
+
+
+class LossState(TypedDict):
+    """The saved state of a loss."""
+
+    loss_scale: dict[str, float]
+    base_count: float | None
 
 
 class LossSlot:
@@ -190,17 +197,17 @@ class LossSlot:
         # DDP and FSDP2 average over ranks, and a sum must not be averaged: hence `ranks`.
         self.factor = ranks * (self.base_count or 1.0) / counted / self.scale.value / self._unscaled
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LossState:
         """Return the scale and the base count."""
         return {"loss_scale": self.scale.state_dict(), "base_count": self.base_count}
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: LossState) -> None:
         """Raise StateMismatch for a state that does not fit; nothing is changed."""
         same_keys(f"the loss {self.name!r}", self.state_dict(), state)
         # Loading into a copy runs all checks of the scale without changing it.
         LossSlot(self.name, copy.copy(self.scale)).load_state_dict(state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: LossState) -> None:
         """Load the scale and the base count."""
         self.scale.load_state_dict(state["loss_scale"])
         self.base_count = state["base_count"]
@@ -279,10 +286,10 @@ class LossScale(ABC):
         """Adjust the scale after an attempted step whose loss was finite."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, float]: ...
 
     @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, float]) -> None: ...
 
 
 class NoScale(LossScale):
@@ -292,11 +299,11 @@ class NoScale(LossScale):
 
     def update(self, *, overflow: bool) -> None: ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         """Return an empty state."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Accept an empty state; raise StateMismatch for the state of a loss scale."""
         if state:
             raise StateMismatch(
@@ -319,11 +326,11 @@ class StaticScale(LossScale):
 
     def update(self, *, overflow: bool) -> None: ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         """Return the scale."""
         return {"scale": self.value}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Load the scale; raise StateMismatch if there is none."""
         self.value = _positive("scale", _require(state, "scale")["scale"])
 
@@ -372,7 +379,7 @@ class DynamicScale(LossScale):
         else:
             self.growth_tracker += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         """Return torch's keys, and the two bounds that torch does not have."""
         return {
             "scale": self.value,
@@ -384,7 +391,7 @@ class DynamicScale(LossScale):
             "cap": self.cap,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Load our own state, or that of a `torch.amp.GradScaler`, which has no floor and cap.
 
         Raises StateMismatch for missing keys and for a scale that is not a finite number.
@@ -426,7 +433,7 @@ def _positive(name: str, number: Any) -> float:
     return value
 
 
-def _require(state: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+def _require(state: Mapping[str, float], *keys: str) -> Mapping[str, float]:
     missing = [key for key in keys if key not in state]
     if missing:
         raise StateMismatch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -195,6 +195,15 @@ def _plain(parameter: Tensor) -> Tensor:
 # -- optimizer slot ---------------------------------------------------------------------------------------------------
 
 
+class OptimizerSlotState(TypedDict):
+    """The saved state of an optimizer and its schedule."""
+
+    kind: str
+    optimizer: dict[str, Any]
+    schedule_kind: str | None
+    schedule: dict[str, Any] | None
+
+
 class OptimizerSlot:
     """One optimizer by name, with its gradients, limits and schedule. Raises WrongUse for an unusable schedule."""
 
@@ -239,7 +248,7 @@ class OptimizerSlot:
 
     # -- state ------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> OptimizerSlotState:
         """Return the states of optimizer and schedule, with their types."""
         return {
             "kind": type(self.optimizer).__name__,
@@ -248,14 +257,14 @@ class OptimizerSlot:
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
         }
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: OptimizerSlotState) -> None:
         """Raise StateMismatch for the state of another optimizer, schedule or model; nothing is changed."""
         ours = self.state_dict()
         same_keys(f"optimizer {self.name!r}", ours, state)
         self._check_kind("optimizer", ours["kind"], state["kind"])
         same_presence("a schedule", "schedule", ours, state)
         self._check_kind("schedule", ours["schedule_kind"], state["schedule_kind"])
-        if ours["schedule"] is not None:
+        if ours["schedule"] is not None and state["schedule"] is not None:
             same_keys(f"the {ours['schedule_kind']} of {self.name!r}", ours["schedule"], state["schedule"])
         saved, held = state["optimizer"], ours["optimizer"]
         # A wrapper around another optimizer may nest its state, or have a form of its own.
@@ -310,7 +319,7 @@ class OptimizerSlot:
                         do="build the model as it was when it was saved",
                     )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: OptimizerSlotState) -> None:
         """Load the states of optimizer and schedule."""
         self.optimizer.load_state_dict(state["optimizer"])
         if self.schedule is not None:

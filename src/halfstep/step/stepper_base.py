@@ -334,7 +334,9 @@ def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 # -- settings by optimizer --------------------------------------------------------------------------------------------
 
 
-def _named(optimizer: Optimizers | None, optimizers: Mapping[str, Any] | None) -> dict[str, torch.optim.Optimizer]:
+def _named(
+    optimizer: Optimizers | None, optimizers: Mapping[str, torch.optim.Optimizer] | None
+) -> dict[str, torch.optim.Optimizer]:
     if (optimizer is None) == (optimizers is None):
         raise WrongUse(
             "a Stepper with both optimizer= and optimizers="

@@ -32,7 +32,7 @@ class Classification(Task):
     schema: ClassVar[Any] = SCHEMA
     metric: ClassVar[str] = "top1"
     resolution: ClassVar[str] = "data.size"
-    tiny: ClassVar[Mapping[str, Any]] = {
+    tiny: ClassVar[Mapping[str, object]] = {
         "model": {"name": "resnet10t"},
         "data": {"name": "shapes", "size": 32, "samples": 20, "classes": 6, "crop": "shift", "mixup": 0.2},
         "loss": {"label_smoothing": 0.1},

@@ -103,7 +103,7 @@ class Diffusion(Task):
     higher_is_better: ClassVar[bool] = False
     resolution: ClassVar[str] = "data.size"
     forward_methods: ClassVar[Sequence[str]] = ("moments", "pixels", "denoise")
-    tiny: ClassVar[Mapping[str, Any]] = {
+    tiny: ClassVar[Mapping[str, object]] = {
         "model": {
             "stage": "both",
             "autoencoder_widths": [8, 16],

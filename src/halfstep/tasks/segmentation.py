@@ -35,7 +35,7 @@ class Segmentation(Task):
     schema: ClassVar[Any] = SCHEMA
     metric: ClassVar[str] = "iou"
     resolution: ClassVar[str] = "data.crop"
-    tiny: ClassVar[Mapping[str, Any]] = {
+    tiny: ClassVar[Mapping[str, object]] = {
         "model": {"width": 8, "depth": 2},
         "data": {"name": "shapes", "size": 48, "samples": 20, "classes": 3, "crop": 32, "tile": 32, "overlap": 8},
         "loss": {},

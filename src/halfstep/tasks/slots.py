@@ -154,7 +154,7 @@ class Slots(Task):
 
     schema: ClassVar[Any] = SCHEMA
     resolution: ClassVar[str] = "data.size"
-    tiny: ClassVar[Mapping[str, Any]] = {
+    tiny: ClassVar[Mapping[str, object]] = {
         "model": {
             "slots": 3,
             "width": 16,

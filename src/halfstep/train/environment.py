@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ PREPARING = ("numpy", "pillow", "torchvision")
 """Packages that read and augment samples."""
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, object]:
     """Return the versions, device, threads and torch flags that the bits of a run depend on."""
     return {
         # Recorded for the reader of a checkpoint; see INDIFFERENT.
@@ -42,7 +42,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(then: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return, in words, why a resume is not exact; an empty list where it is."""
     before, after = dict(flat(then)), dict(flat(now))
     keys = [key for key in dict.fromkeys([*before, *after]) if key not in INDIFFERENT]
@@ -118,10 +118,10 @@ class AutoChoices:
     reasons: tuple[str, ...]
     """Why it was chosen, in words."""
     num_workers: int
-    plan: Mapping[str, Any] | None = None
+    plan: Mapping[str, object] | None = None
     """Other measured choices, by name."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain data for a checkpoint."""
         return {**asdict(self), "reasons": list(self.reasons)}
 
@@ -136,6 +136,14 @@ class AutoChoices:
 # Read and set the state of every random generator: Python's, NumPy's, torch's, and the device's.
 
 
+class GeneratorStates(TypedDict):
+    """The states of all generators; words are tensors."""
+
+    python: tuple[int, Tensor, float | None]
+    numpy: tuple[Any, ...]
+    torch: list[Tensor]
+
+
 def seed_all(seed: int) -> None:
     """Seed the generators of Python, NumPy and torch."""
     random.seed(seed)
@@ -144,7 +152,7 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def read_generators(device: torch.device) -> dict[str, Any]:
+def read_generators(device: torch.device) -> GeneratorStates:
     """Return the states of all generators as plain data and tensors."""
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)

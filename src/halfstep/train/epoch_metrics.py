@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
@@ -53,6 +53,20 @@ class Progress:
         return better
 
 
+class EpochState(TypedDict):
+    """The saved sums of an epoch."""
+
+    loss_sum: float
+    applied: int
+    attempted: int
+    skipped: dict[str, int]
+    """Skipped steps by their reason."""
+    compute_groups: list[list[str]] | None
+    """Metrics of torchmetrics that share their state."""
+    metrics: dict[str, dict[str, dict[str, Any]]]
+    """The state of each metric, by the paths of its submetrics."""
+
+
 class EpochMetrics:
     """The sums of the epoch so far."""
 
@@ -85,7 +99,7 @@ class EpochMetrics:
         """Return the metrics so far; empty before the first applied step, since some cannot compute without one."""
         return values(self.metrics) if self.applied else {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> EpochState:
         """Return the sums so far, with the metrics by name."""
         return {
             "loss_sum": self.loss_sum,
@@ -96,14 +110,14 @@ class EpochMetrics:
             "metrics": {name: _state(metric) for name, metric in self._each()},
         }
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: EpochState) -> None:
         """Raise StateMismatch where `state` belongs to other metrics; change nothing."""
         same_keys("the epoch so far", self.state_dict(), state)
         same_keys("metrics", [name for name, _ in self._each()], state["metrics"])
         for name, metric in self._each():
             _check(f"metric {name!r}", _state(metric), state["metrics"][name])
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: EpochState) -> None:
         """Load a state that `check_state` accepted."""
         self.loss_sum, self.applied, self.attempted = state["loss_sum"], state["applied"], state["attempted"]
         self.skipped = Counter(state["skipped"])
@@ -149,14 +163,14 @@ class _Foreign:
         # Not `metrics.items()`, which copies the state of metrics in one compute group.
         self._metrics = [part for module in metrics.children() for _, part in _parts(module)]
 
-    def snapshot(self) -> list[dict[str, Any]]:
+    def snapshot(self) -> list[dict[str, object]]:
         # Lists only grow, so their length suffices to roll back, however long they are.
         return [
             {"_update_count": metric._update_count, **{name: _short(v) for name, v in metric.metric_state.items()}}
             for metric in self._metrics
         ]
 
-    def load_snapshot(self, state: list[dict[str, Any]]) -> None:
+    def load_snapshot(self, state: list[dict[str, object]]) -> None:
         for metric, saved in zip(self._metrics, state, strict=True):
             for name, value in saved.items():
                 setattr(metric, name, getattr(metric, name)[: value.length] if isinstance(value, _Length) else value)
@@ -179,13 +193,13 @@ def _parts(metric: Any) -> list[tuple[str, Any]]:
     return [(path, part) for path, part in metric.named_modules() if hasattr(part, "metric_state")]
 
 
-def _state(metric: Any) -> dict[str, Any]:
+def _state(metric: Any) -> dict[str, dict[str, Any]]:
     if isinstance(metric, Metric):
         return {"": metric.metric_state}
     return {path: {"update_count": part._update_count, **part.metric_state} for path, part in _parts(metric)}
 
 
-def _check(what: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _check(what: str, own: Mapping[str, Mapping[str, object]], saved: Mapping[str, Mapping[str, object]]) -> None:
     same_keys(what, own, saved)
     for path, parts in own.items():
         same_keys(what, parts, saved[path])

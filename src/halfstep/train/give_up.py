@@ -190,7 +190,7 @@ def _of_another_rank(error: Exception, do: str) -> OutOfMemory:
     return OutOfMemory(f"out of memory: {reason_in(error)}", allowed="work that fits into the memory", do=do)
 
 
-def _smaller(loop: Loop) -> dict[str, Any]:
+def _smaller(loop: Loop) -> Mapping[str, object]:
     """Return smaller settings where only the failure is known: half the batch, then recomputation, then resolution."""
     train = loop.recipe.train
     if train.batch_size > 1:
@@ -240,9 +240,9 @@ class GivenUp:
         made.verdict = self.verdict
         return made
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, str | None]:
         """Return the fields of the journal's last event."""
-        same = {name: getattr(self, name) for name in ("do", "checkpoint", "cause")}
+        same = {"do": self.do, "checkpoint": self.checkpoint, "cause": self.cause}
         return {"error": self.why, "checkpoint_note": self.kept, **same}
 
 

@@ -32,7 +32,7 @@ from halfstep.train.failed_steps.writing import recording
 # Read the remedies of a guard from a checkpoint, and place them in the model again before anything else.
 
 
-def remedies_in(guards: Mapping[str, Any]) -> Remedies | None:
+def remedies_in(guards: Mapping[str, object]) -> Remedies | None:
     """Return the remedies in the guards' states of a checkpoint; None where the run had no guard.
 
     Raises BadData where the state is not one that a guard wrote.
@@ -43,12 +43,12 @@ def remedies_in(guards: Mapping[str, Any]) -> Remedies | None:
     return _read(saved.get("remedies") if isinstance(saved, Mapping) else None)
 
 
-def remedies_of(result: Mapping[str, Any]) -> Remedies:
-    """Return the remedies in the result of a finished run, if any; raise BadData like `cures_in`."""
+def remedies_of(result: Mapping[str, object]) -> Remedies:
+    """Return the remedies in the result of a finished run, if any; raise BadData like `remedies_in`."""
     return _read(result["cures"]) if "cures" in result else Remedies()
 
 
-def _read(plain: Any) -> Remedies:
+def _read(plain: object) -> Remedies:
     try:
         return TypeAdapter(Remedies).validate_python(plain)
     except ValidationError as error:
@@ -86,14 +86,14 @@ class DisabledGuard:
 
     same_on_all_ranks = True
 
-    def __init__(self, name: str, state: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, state: Mapping[str, object]) -> None:
         self.name, self._state = name, dict(state)
 
     def passes(self, report: StepReport) -> bool:
         """Pass every step."""
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state as it was saved."""
         return dict(self._state)
 
@@ -103,7 +103,7 @@ def stateful(stepper: Stepper) -> list[Any]:
     return [guard for guard in stepper.guards if hasattr(guard, "state_dict")]
 
 
-def check_guards(stepper: Stepper, saved: Mapping[str, Any]) -> None:
+def check_guards(stepper: Stepper, saved: Mapping[str, Mapping[str, object]]) -> None:
     """Raise where a guard would refuse its saved state; change nothing."""
     guards = {guard.name: guard for guard in stateful(stepper)}
     others = [name for name in guards if name not in OWN], [name for name in saved if name not in OWN]
@@ -116,7 +116,7 @@ def check_guards(stepper: Stepper, saved: Mapping[str, Any]) -> None:
             copy.deepcopy(guards[name]).load_state_dict(saved[name])
 
 
-def put_guards(stepper: Stepper, saved: Mapping[str, Any]) -> None:
+def put_guards(stepper: Stepper, saved: Mapping[str, Mapping[str, object]]) -> None:
     """Load the saved states of the guards; a guard that was not in the checkpoint starts fresh."""
     guards = {guard.name: guard for guard in stateful(stepper)}
     for name, state in saved.items():
@@ -126,7 +126,7 @@ def put_guards(stepper: Stepper, saved: Mapping[str, Any]) -> None:
             stepper.guards.append(DisabledGuard(name, state))
 
 
-def without_remedies(saved: Mapping[str, Any]) -> dict[str, Any]:
+def without_remedies(saved: Mapping[str, Mapping[str, object]]) -> dict[str, Mapping[str, object]]:
     """Return the states without remedies: they were made for the precision that the run no longer uses."""
     kept = dict(saved)
     if Guardian.name in kept:
@@ -134,7 +134,9 @@ def without_remedies(saved: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def with_counts_reset(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def with_counts_reset(
+    now: Mapping[str, Mapping[str, object]], saved: Mapping[str, Mapping[str, object]]
+) -> dict[str, Mapping[str, object]]:
     """Return the states with the counts of failed steps reset: skips under the old settings do not count."""
     kept = dict(saved)
     # A guard that is switched off now keeps its counts for later.

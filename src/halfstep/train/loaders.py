@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -30,8 +30,7 @@ class Loaders:
     train: TrainLoader
     val: ValLoader
     workers: int
-    data_fingerprint: dict[str, Any]
-    """The fingerprint of the samples; see `data.fingerprint`."""
+    data_fingerprint: Fingerprint
     notes: list[str] = field(default_factory=list)
 
 
@@ -49,7 +48,7 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: i
     # Before the contents are read: what changes in between is noticed.
     recorded = distributed.fail_together(lambda: _at_once(lambda: _recorded(train.samples, val.samples)))
     data_fingerprint = _fingerprint(source, val.samples.source)
-    for files, part in zip(recorded, Fingerprint.from_dict(data_fingerprint).parts, strict=True):
+    for files, part in zip(recorded, data_fingerprint.parts, strict=True):
         if files is not None:
             files.take_contents(part)
     return Loaders(train, val, train.workers, data_fingerprint, [reason] if reason else [])
@@ -138,10 +137,10 @@ def _recorded(*both: Samples | ValSamples) -> list[RecordedFiles | None]:
     return recorded
 
 
-def _fingerprint(*sources: Source) -> dict[str, Any]:
+def _fingerprint(*sources: Source) -> Fingerprint:
     """Return the fingerprint, read by rank 0 for all: the ranks divide the same samples."""
-    found: dict[str, Any] = distributed.rank_zero_or_raise(lambda: _at_once(lambda: fingerprint(*sources).as_dict()))
-    return found
+    found = distributed.rank_zero_or_raise(lambda: _at_once(lambda: fingerprint(*sources).as_dict()))
+    return Fingerprint.from_dict(found)
 
 
 def _at_most_cores(asked: int) -> tuple[int, str]:

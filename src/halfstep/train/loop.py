@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -14,11 +14,13 @@ from torch import nn
 from halfstep import distributed
 from halfstep.checkpoint.commit import Saver
 from halfstep.data.dataset import BadSampleBudget, Batch, Replaced, Sample, nonfinite_ids
+from halfstep.data.fingerprint import Fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader
 from halfstep.errors import BadData
 from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import sizes
+from halfstep.journal.telemetry import Readings
 from halfstep.journal.text import named
 from halfstep.step.report import StepReport, refused_by
 from halfstep.step.window import Window
@@ -82,6 +84,14 @@ class SampleReports:
 FINISHED, EARLY = "finished", "early_stopping"
 
 
+class Best(TypedDict):
+    """The best evaluation so far."""
+
+    metric: str
+    value: float | None
+    epoch: int
+
+
 class Loop:
     """One run. `run()` trains it to its end; `attempts()` does the same, a step at a time."""
 
@@ -95,9 +105,9 @@ class Loop:
         *,
         journal: Journal,
         outputs: RunOutputs,
-        telemetry: Callable[[], dict[str, Any]],
+        telemetry: Callable[[], Readings],
         auto_choices: AutoChoices,
-        data_fingerprint: dict[str, Any],
+        data_fingerprint: Fingerprint,
         saver: Saver,
         guarding: Guarding,
         stopping: Stopping,
@@ -317,7 +327,7 @@ class Loop:
             self._tell_speed()
         return report
 
-    def _skipped(self, report: StepReport, window: Sequence[Batch]) -> dict[str, Any]:
+    def _skipped(self, report: StepReport, window: Sequence[Batch]) -> dict[str, list[int]]:
         """Return the samples of a skipped step; those with non-finite values are left out of the next epochs."""
         ids, nonfinite = self.sample_reports.suspects(window)
         # A guard refuses a step for reasons of its own, not for non-finite samples.
@@ -472,7 +482,7 @@ class Loop:
         return dict(self.live.last_evaluation)
 
     @property
-    def best(self) -> dict[str, Any]:
+    def best(self) -> Best:
         """The task's metric, its best value and the epoch of it."""
         return {"metric": self.task.metric, "value": self.progress.best, "epoch": self.progress.best_epoch}
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from halfstep import distributed
 from halfstep.distributed import rank_failed
 from halfstep.errors import HalfstepError, RankFailed, in_one_line
-from halfstep.ownership import is_alive
+from halfstep.status_files import ENDED, StatusFile
 from halfstep.step.ranks import GONE, connection_broke
 from halfstep.train.peer_watch import PeerWatch
-from halfstep.train.status import ENDED, RESTARTABLE, last_statuses
+from halfstep.train.status import RESTARTABLE, last_statuses
 
 LOOK_FOR = 1.0
 """Seconds in which a rank whose connection broke is looked for."""
@@ -78,8 +76,7 @@ def lost_ranks(folder: Path, token: str) -> list[int]:
         time.sleep(LOOK_FOR / 10)  # a process that ends closes its connections a moment before
 
 
-def _is_lost(status: Mapping[str, Any]) -> bool:
-    if status.get("state") == ENDED:
-        return status.get("code") not in (0, *RESTARTABLE)  # those that lost another rank themselves are not meant
-    pid = status.get("pid")
-    return status.get("host") == socket.gethostname() and type(pid) is int and not is_alive(pid, 0.0)
+def _is_lost(status: StatusFile) -> bool:
+    if status.state == ENDED:
+        return status.code not in (0, *RESTARTABLE)  # those that lost another rank themselves are not meant
+    return status.is_of_this_host and status.is_gone(0.0)

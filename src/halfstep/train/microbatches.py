@@ -12,7 +12,7 @@ from halfstep.errors import BadRecipe
 BATCH, MICROBATCHES = "train.batch_size", "train.microbatches"
 
 
-def smaller_microbatches(batch: int, microbatches: int, at_most: int) -> dict[str, Any]:
+def smaller_microbatches(batch: int, microbatches: int, at_most: int) -> dict[str, int]:
     """Return settings for the same step in smaller micro-batches: the largest divisor of `batch` up to `at_most`."""
     size = largest_divisor(batch, at_most)
     return {BATCH: size, MICROBATCHES: microbatches * batch // size}

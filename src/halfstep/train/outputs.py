@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -172,7 +171,7 @@ class RunOutputs:
             with _or_storage_failed(FACTS):
                 write_json(self.folder / FACTS, task.facts())
 
-    def result(self, content: dict[str, Any]) -> None:
+    def result(self, content: Mapping[str, object], best_epoch: int = 0) -> None:
         """Write the result, which marks a finished run.
 
         Raises the earlier error where the last or best weights are not on disk, and StorageFailed where writing fails.
@@ -183,13 +182,13 @@ class RunOutputs:
         for name in (LAST, LAST_AVERAGE, BEST):
             if name in self._unwritten:
                 raise self._unwritten[name]
-        self._compare_best(content.get("best") or {})
+        self._compare_best(best_epoch)
         with _or_storage_failed(RESULT):
             write_text(self.folder / RESULT, as_line(content))
 
-    def _compare_best(self, best: dict[str, Any]) -> None:
+    def _compare_best(self, epoch: int) -> None:
         """Note where the file does not hold the best weights: an earlier launch may have had no space for them."""
-        epoch, kept = best.get("epoch") or 0, _epoch_of(self.folder / BEST)
+        kept = _epoch_of(self.folder / BEST)
         if epoch and kept != str(epoch):
             text = f"the best epoch was {epoch}, and its weights were not kept: {BEST} is of epoch {kept or '(none)'}"
             self._journal.emit(events.NOTE, text=text, level="warning")

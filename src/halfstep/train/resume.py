@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,13 @@ class FoundCheckpoint:
         return bool(self.without_tensors("recipe").get("precision") == recipe.precision)
 
 
+Extension = TypedDict(
+    "Extension",
+    {"from": int, "to": int, "epochs": int | None, "rewarm": bool, "lr": float, "peak_lr": float, "previous": object},
+)
+"""The steps that a launch adds to a finished run, its learning rate, and the earlier result."""
+
+
 @dataclass(frozen=True)
 class Resumed:
     """How a run was resumed, for its journal."""
@@ -111,7 +118,7 @@ class Resumed:
     rejected_checkpoints: list[str] = field(default_factory=list)
     seconds: float = 0.0
     """Seconds that the run had taken at the checkpoint."""
-    extended: dict[str, Any] | None = None
+    extended: Extension | None = None
     """Where this launch extends the run from and to, with its learning rate, and the earlier result."""
 
     @property
@@ -119,7 +126,7 @@ class Resumed:
         """Return whether the run goes on with another length or other settings than the checkpoint has."""
         return bool(self.changed) or self.extended is not None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the fields for the journal, with whether the resume is exact."""
         return {**asdict(self), "exact": not self.reasons and not self.changed}
 
@@ -129,20 +136,23 @@ def find(folder: Path) -> FoundCheckpoint | None:
 
     Raises NoCheckpoint where checkpoints existed and none is whole, and StateMismatch for other components of a run.
     """
-    decided = distributed.rank_zero_or_raise(lambda: _chosen(folder))
-    if decided["newest"] is None:
+    newest, rejected = distributed.rank_zero_or_raise(lambda: _choose(folder))
+    if newest is None:
         return None
-    name, attempt, number = decided["newest"]
+    name, attempt, number = newest
     generation = CheckpointDir(folder / CHECKPOINTS / name, attempt, number)
     manifest = read_manifest(generation)
     # Each rank has files of its own, with its own buffers and random state.
     rank = distributed.rank() if manifest.world_size == distributed.size() else 0
     plain = distributed.fail_together(lambda: checked_components(read_plain(generation, rank), str(generation.path)))
-    return FoundCheckpoint(generation, manifest, rank, plain, decided["passed_over"])
+    return FoundCheckpoint(generation, manifest, rank, plain, rejected)
 
 
-def _chosen(folder: Path) -> dict[str, Any]:
-    """Choose a checkpoint on rank 0, which holds the lock; clear temporary files and set damaged ones aside."""
+def _choose(folder: Path) -> tuple[tuple[str, int, int] | None, list[str]]:
+    """Choose a checkpoint on rank 0, which holds the lock; clear temporary files and set damaged ones aside.
+
+    Returns name, attempt and number of the newest whole one, and why newer ones are rejected.
+    """
     check_format(folder / JOURNAL)
     place, disk = folder / CHECKPOINTS, Disk()
     verdict, damaged = newest_intact(place)
@@ -156,8 +166,9 @@ def _chosen(folder: Path) -> dict[str, Any]:
     sweep(place, disk)
     sweep_aside(place, disk)
     _remove_drafts(folder, disk)
-    newest = verdict and (verdict.generation.name, verdict.generation.attempt, verdict.generation.number)
-    return {"newest": newest, "passed_over": [f"{one.generation.name}: {one.problem}" for one in damaged]}
+    found = verdict.generation if verdict else None
+    newest = (found.name, found.attempt, found.number) if found else None
+    return newest, [f"{one.generation.name}: {one.problem}" for one in damaged]
 
 
 def _refuse_lost(folder: Path) -> None:
@@ -198,7 +209,7 @@ def resume_from(
     found: FoundCheckpoint | None,
     folder: Path,
     accepted: Collection[str],
-    before: dict[str, Any] | None = None,
+    before: Mapping[str, object] | None = None,
 ) -> Resumed:
     """Restore the checkpoint into a loop built for it, and cut the journal back to it; or start from step 0.
 
@@ -276,7 +287,7 @@ def _in_shards(size: int) -> str:
     return "ranks that hold all weights" if size == 1 else f"{size} ranks to a copy of the weights"
 
 
-def _extended(loop: Loop, before: dict[str, Any] | None) -> dict[str, Any]:
+def _extended(loop: Loop, before: Mapping[str, object] | None) -> Extension:
     """Return what this launch adds to a run."""
     at, train = loop.progress.attempts, loop.recipe.train
     if at >= loop.planned:
@@ -294,7 +305,7 @@ def _extended(loop: Loop, before: dict[str, Any] | None) -> dict[str, Any]:
         "epochs": train.epochs,
         "rewarm": any(one.rewarm for one in latest),
         "lr": loop.parts.lr,
-        "peak_lr": max(loop.parts.schedule.base_lrs),
+        "peak_lr": float(max(loop.parts.schedule.base_lrs)),
         "previous": before,
     }
 

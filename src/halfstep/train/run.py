@@ -6,7 +6,7 @@ import platform
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from halfstep.train.environment import AutoChoices, git_revision
 from halfstep.train.give_up import OUT_OF_MEMORY, give_up, out_of_memory_error
 from halfstep.train.guarding import Guarding
 from halfstep.train.loaders import make_loaders
-from halfstep.train.loop import Loop, planned_steps
+from halfstep.train.loop import Best, Loop, planned_steps
 from halfstep.train.lost_ranks import LostRanks, lost_ranks_named
 from halfstep.train.outputs import RunOutputs
 from halfstep.train.process_group import device_of
@@ -54,7 +54,7 @@ class Run:
     dir: Path
     metrics: dict[str, float]
     """The metrics of the last evaluation."""
-    best: dict[str, Any]
+    best: Best
     """The task's metric, its best value, and the epoch of it."""
     reason: str
     precision: str
@@ -88,7 +88,7 @@ def train(
     facts |= {"notes": [*notes, *facts["notes"]], "sizing": [one._asdict() for one in sizing]}
     journal.emit(events.START, **facts, resumed=None if resumed is None else resumed.as_dict())
     reason: str = FAILED
-    more: dict[str, Any] = {}
+    more: Mapping[str, str | None] = {}
     leaving = LEAVING
     try:
         with _ending(loop), lost_ranks_named(lost):
@@ -125,7 +125,8 @@ def train(
         loop.checkpoints.close(leaving)
         run = _ended(loop, folder, reason, time.perf_counter() - began)
         _record_end(loop, run, reason, more)
-    loop.outputs.result({**_result(run, loop.parts, weights), "cures": loop.guarding.remedies.as_dict()})
+    result = {**_result(run, loop.parts, weights), "cures": loop.guarding.remedies.as_dict()}
+    loop.outputs.result(result, run.best["epoch"])
     return run
 
 
@@ -138,7 +139,7 @@ def _ending(loop: Loop) -> Iterator[None]:
         loop.beat(ENDING)
 
 
-def _record_end(loop: Loop, run: Run, reason: str, more: dict[str, Any]) -> None:
+def _record_end(loop: Loop, run: Run, reason: str, more: Mapping[str, object]) -> None:
     summary = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
     remedies = [str(cure) for cure in loop.guarding.remedies.placed]
     loop.journal.emit(events.END, reason=reason, remedies=remedies, **summary, **more)
@@ -292,7 +293,7 @@ def _ended(loop: Loop, folder: Path, reason: str, seconds: float) -> Run:
     )
 
 
-def _result(run: Run, parts: Parts, weights: str) -> dict[str, Any]:
+def _result(run: Run, parts: Parts, weights: str) -> dict[str, object]:
     observed = parts.stepper.observed
     return {
         "reason": run.reason,

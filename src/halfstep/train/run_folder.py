@@ -6,14 +6,12 @@ import contextlib
 import errno
 import json
 import os
-import re
 import secrets
 import stat
 import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -46,6 +44,7 @@ from halfstep.recipe.changes import (
 from halfstep.recipe.changes import RECIPE as RECIPE_CHANGE
 from halfstep.recipe.sources import read_bounded
 from halfstep.recipe.strict_yaml import read_yaml, to_yaml
+from halfstep.status_files import RUNNING, StatusFile, rank_of_file, read_status, status_file, timestamp
 from halfstep.status_line import Now, unwatched
 
 # -- lock -------------------------------------------------------------------------------------------------------------
@@ -56,7 +55,6 @@ TRIES = 5
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 """Error numbers of a lock that another process holds."""
 OWN = "add --new for a folder of its own"
-STATUS = "status.rank-00000.json"
 """The status file of rank 0, the process that holds the lock."""
 WATCHED, HEARTBEATS, LONGEST_WATCH = 15.0, 3, 300.0
 """Seconds and heartbeats for which the status of a run on another host is watched, whichever is more; and the most."""
@@ -222,54 +220,53 @@ if hasattr(os, "register_at_fork"):
 # Tell whether another launch is alive where locks exclude nobody: by its process here, by its heartbeats elsewhere.
 
 
-def running_elsewhere(folder: Path) -> Mapping[str, Any] | None:
+def running_elsewhere(folder: Path) -> StatusFile | None:
     """Return the status of rank 0 where it says that the run is running on another host."""
     status = _running_status(folder)
-    holder = Holder.read(status)
+    holder = status.holder if status else None
     return status if holder is not None and not holder.is_here else None
 
 
-def _running_status(folder: Path) -> Mapping[str, Any] | None:
-    status = read_json(folder / STATUS)
-    return status if isinstance(status, dict) and status.get("state") == "running" else None
+def _running_status(folder: Path) -> StatusFile | None:
+    status = read_status(folder, 0)
+    return status if status is not None and status.state == RUNNING else None
 
 
-def _watch(folder: Path, before: Mapping[str, Any], now_does: Now) -> None:
+def _watch(folder: Path, before: StatusFile, now_does: Now) -> None:
     """Raise FolderTaken if the heartbeat of a run on another host moves; no clocks are compared."""
     seconds = _watch_seconds(before)
-    now_does(f"watching for {seconds:.0f} s whether {Holder.read(before)} still runs")
+    now_does(f"watching for {seconds:.0f} s whether {before.holder} still runs")
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.25)
         now = running_elsewhere(folder)
-        if now is None and not (folder / STATUS).exists():
+        if now is None and not (folder / status_file(0)).exists():
             continue  # a file system without atomic renames
         if now is None:
             return
         if _heartbeat(now) != _heartbeat(before):
-            raise _in_use(folder, Holder.read(now))
+            raise _in_use(folder, now.holder)
 
 
-def _heartbeat(status: Mapping[str, Any]) -> tuple[Any, ...]:
+def _heartbeat(status: StatusFile) -> tuple[object, ...]:
     # Files of earlier versions have no `beat`: their time of writing moves, whatever the clock says.
-    return tuple(status.get(name) for name in ("launch", "beat", "time", "step", "phase"))
+    return status.launch, status.beat, status.time, status.step, status.phase
 
 
-def _watch_seconds(status: Mapping[str, Any]) -> float:
-    world = status.get("world")
-    ranks = world if type(world) is int and world > 0 else 1
-    return min(max(WATCHED, HEARTBEATS * ranks / WRITES), LONGEST_WATCH)
+def _watch_seconds(status: StatusFile) -> float:
+    return min(max(WATCHED, HEARTBEATS * max(status.world or 1, 1) / WRITES), LONGEST_WATCH)
 
 
 def _refuse_running_here(folder: Path, descriptor: int) -> None:
     """Raise FolderTaken where a process of this host has this lock, or this run, open."""
-    for holder in (read_holder(descriptor), Holder.read(_running_status(folder))):
+    status = _running_status(folder)
+    for holder in (read_holder(descriptor), status.holder if status else None):
         if holder is None or not holder.is_here:
             continue
         if holder.pid == os.getpid():
             is_running = any(one.is_of(descriptor) for one in _held)
         else:
-            is_running = is_alive(holder.pid, _timestamp(holder.since)) and _has_open(
+            is_running = is_alive(holder.pid, timestamp(holder.since)) and _has_open(
                 holder.pid, [os.fstat(descriptor), *_journal(folder)]
             )
         if is_running:
@@ -280,13 +277,6 @@ def _journal(folder: Path) -> list[os.stat_result]:
     with contextlib.suppress(OSError):
         return [os.stat(folder / "journal.jsonl", follow_symlinks=False)]
     return []
-
-
-def _timestamp(since: str) -> float:
-    try:
-        return datetime.fromisoformat(since).timestamp()
-    except (ValueError, OverflowError):
-        return 0.0
 
 
 def _has_open(pid: int, files: Collection[os.stat_result]) -> bool:
@@ -317,7 +307,6 @@ FILES = (RECIPE, "journal.jsonl", "train.log")
 FOLDERS = (CHECKPOINTS, "pictures", "tensorboard", "failed_steps", "stacks", "wandb")
 """Folders that a run adds to; other files are replaced."""
 MOST_RUNS = 10_000
-_STATUS = re.compile(r"status\.rank-[0-9]{5}\.json")
 ANOTHER = "add --new for a folder of its own"
 
 State = Literal["new", "unfinished"]
@@ -347,7 +336,7 @@ class RunFolder:
     lock: FolderLock
     changed: list[Change] = field(default_factory=list)
     """Accepted settings that differ from those the run began with."""
-    result: Mapping[str, Any] | None = None
+    result: Mapping[str, object] | None = None
     """The result of a finished run that is extended."""
 
 
@@ -516,7 +505,7 @@ def _refuse_links(path: Path) -> None:
 
 def _is_leftover(entry: Path) -> bool:
     """Return whether `entry` is a file of a run that failed to start: another rank may write while rank 0 clears up."""
-    return entry.name == LOCK or _is_draft(entry) or _STATUS.fullmatch(entry.name) is not None
+    return entry.name == LOCK or _is_draft(entry) or rank_of_file(entry.name) is not None
 
 
 def _is_draft(entry: Path) -> bool:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import nn, optim
@@ -27,7 +27,6 @@ from halfstep.precision.select import Choice, choose_precision
 from halfstep.recipe.schema import (
     NO_FILE,
     DataOptions,
-    Extension,
     LossOptions,
     ModelOptions,
     OptimizerOptions,
@@ -154,6 +153,13 @@ _WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
 _WITH_FUSED = ("adamw", "adam", "sgd", "adagrad")
 
 
+class ParameterGroup(TypedDict, total=False):
+    """Parameters of an optimizer; without `weight_decay`, the optimizer's own applies."""
+
+    params: list[nn.Parameter]
+    weight_decay: float
+
+
 def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
     """Return the optimizer, with fused kernels where requested and available.
 
@@ -164,7 +170,7 @@ def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimiz
     return _made(options, _groups([p for p in model.parameters() if p.requires_grad]))
 
 
-def _made(options: OptimizerOptions, groups: list[dict[str, Any]]) -> optim.Optimizer:
+def _made(options: OptimizerOptions, groups: list[ParameterGroup]) -> optim.Optimizer:
     arguments: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.name == "sgd":
         arguments |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
@@ -269,9 +275,9 @@ def moments_of(options: OptimizerOptions) -> int:
     return max(shapes.count(weight.shape) for weight, shapes in zip(tiny, kept, strict=True))
 
 
-def _groups(trained: list[nn.Parameter]) -> list[dict[str, Any]]:
+def _groups(trained: list[nn.Parameter]) -> list[ParameterGroup]:
     """Return parameter groups without weight decay for vectors, such as biases and scales of normalization."""
-    groups: list[dict[str, Any]] = [
+    groups: list[ParameterGroup] = [
         {"params": [p for p in trained if p.ndim > 1]},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
@@ -415,17 +421,13 @@ def make_schedule(
 
 def parts_of(options: ScheduleOptions, total: int, per_epoch: int) -> list[SchedulePart]:
     """Return the first part, and one for each extension with a new warm-up; other extensions hold the last value."""
-    ends = [_updates(extension, per_epoch) for extension in options.extensions] + [total]
+    ends = [(extension.steps or (extension.epochs or 1) * per_epoch) for extension in options.extensions] + [total]
     found = [SchedulePart(0, ends[0], min(options.warmup_steps, ends[0]))]
     for extension, begin, end in zip(options.extensions, ends, ends[1:], strict=False):
         if extension.rewarm:
             added = max(end - begin, 1)
             found.append(SchedulePart(begin, end, min(options.warmup_steps or -(-added // REWARM_SHARE), added // 2)))
     return found
-
-
-def _updates(end: Extension, per_epoch: int) -> int:
-    return end.steps or (end.epochs or 1) * per_epoch
 
 
 def _falling(share: float) -> float:

@@ -76,7 +76,7 @@ class Preprocessing:
         mean, std = (torch.tensor(v, dtype=torch.float32, device=pixels.device) for v in (self.mean, self.std))
         return (scaled(pixels) - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain data, with the conventions that PyTorch implies and other runtimes ask for."""
         words = {"layout": "NCHW", "dtype": "float32", "order": self.order, "scale": "0 to 1"}
         resizes = self.resize is not None or self.max_side is not None

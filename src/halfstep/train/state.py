@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -34,8 +34,9 @@ from halfstep.recipe.changes import (
     listed,
     recipe_changed,
 )
-from halfstep.train.environment import AutoChoices, check_generators, read_generators, set_generators
-from halfstep.train.epoch_metrics import EpochMetrics, Progress
+from halfstep.step.ema import EmaState
+from halfstep.train.environment import AutoChoices, GeneratorStates, check_generators, read_generators, set_generators
+from halfstep.train.epoch_metrics import EpochMetrics, EpochState, Progress
 from halfstep.train.guarding import check_guards, put_guards, stateful, with_counts_reset, without_remedies
 from halfstep.train.setup import AnyRecipe, Parts
 from halfstep.train.weights import assignable_buffers, empty_buffers, extra_state, non_persistent_buffers, put_buffers
@@ -58,34 +59,72 @@ class RunObjects:
     budget: BadSampleBudget
     samples: Samples
     auto_choices: AutoChoices
-    data_fingerprint: Mapping[str, Any]
-    """The fingerprint of the data when the run began; see `data.fingerprint`."""
+    data_fingerprint: Fingerprint
+    """The fingerprint of the data when the run began."""
     last_evaluation: dict[str, float]
     """The metrics of the last evaluation."""
     journal_sizes: Callable[[], dict[str, int]]
     """Returns the sizes of the run's journal files."""
 
 
+class SavedWeights(TypedDict):
+    """Parameters, buffers including non-persistent ones, and the extra state of modules."""
+
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    non_persistent_buffers: list[str]
+    extra_state: Mapping[str, object]
+
+
+class SavedLossScale(TypedDict):
+    """A loss scale, and N0, the divisor of summed losses."""
+
+    scale: Mapping[str, float]
+    base_count: float | None
+
+
+class SavedCounts(TypedDict):
+    """Steps attempted, applied and skipped, the sums of the epoch so far, and the metrics of the last evaluation."""
+
+    steps: Mapping[str, object]
+    epoch: EpochState
+    last_evaluation: dict[str, float]
+
+
+class SavedPosition(TypedDict):
+    """The position of the run in its data and its journal, and the bad samples found."""
+
+    progress: dict[str, Any]
+    """The fields of `Progress`."""
+    bad_samples: list[str]
+    data_fingerprint: object
+    """JSON of `data.fingerprint.Fingerprint`."""
+    journal_sizes: dict[str, int]
+
+
+class SavedPrecision(TypedDict):
+    """The precision and its islands in fp32."""
+
+    name: str
+    islands: list[str]
+
+
 @dataclass(frozen=True)
 class State:
     """A run between two steps, as plain data and tensors; the tensors are the run's own until they are copied."""
 
-    weights: dict[str, Any]
-    """Parameters and buffers, including non-persistent buffers."""
-    optimizers: dict[str, Any]
-    lr_schedulers: dict[str, Any]
-    ema: dict[str, Any] | None
-    loss_scales: dict[str, Any]
-    """The loss scales, and N0, the divisor of summed losses."""
-    counts: dict[str, Any]
-    """Steps attempted, applied and skipped, and the sums of the epoch so far."""
-    rng: dict[str, Any]
-    position: dict[str, Any]
-    """The position of the run in its data and its journal, and the bad samples found."""
-    guards: dict[str, Any]
+    weights: SavedWeights
+    optimizers: dict[str, dict[str, Any]]
+    lr_schedulers: dict[str, dict[str, Any]]
+    ema: EmaState | None
+    loss_scales: dict[str, SavedLossScale]
+    counts: SavedCounts
+    rng: GeneratorStates
+    position: SavedPosition
+    guards: Mapping[str, Mapping[str, object]]
     recipe: dict[str, Any]
-    precision: dict[str, Any]
-    auto_choices: dict[str, Any]
+    precision: SavedPrecision
+    auto_choices: Mapping[str, object]
 
     @classmethod
     def of(cls, live: RunObjects) -> State:
@@ -109,7 +148,7 @@ class State:
             position={
                 "progress": vars(live.progress),
                 "bad_samples": sorted(live.budget.bad),
-                "data_fingerprint": dict(live.data_fingerprint),
+                "data_fingerprint": live.data_fingerprint.as_dict(),
                 "journal_sizes": live.journal_sizes(),
             },
             guards={guard.name: guard.state_dict() for guard in stateful(live.parts.stepper)},
@@ -118,7 +157,7 @@ class State:
             auto_choices=live.auto_choices.as_dict(),
         )
 
-    def snapshot(self, attempt: int, environment: Mapping[str, Any]) -> RankSnapshot:
+    def snapshot(self, attempt: int, environment: Mapping[str, object]) -> RankSnapshot:
         """Return what this rank has to write: its own tensors, its chunks of sharded ones, and on rank 0 the rest."""
         plain, rank = {}, distributed.rank()
         tensors: dict[str, Tensor] = {}
@@ -180,7 +219,7 @@ def checked_components(plain: Any, where: str) -> Mapping[str, Any]:
     return checked
 
 
-def _recipe_problem(recipe: Mapping[str, Any]) -> str:
+def _recipe_problem(recipe: Mapping[str, object]) -> str:
     """Return what a saved recipe lacks of that which every resume reads; empty where it lacks nothing."""
     train = recipe.get("train")
     if not isinstance(train, dict):
@@ -189,7 +228,7 @@ def _recipe_problem(recipe: Mapping[str, Any]) -> str:
     return f"its recipe has no number train.{wrong[0]}" if wrong else ""
 
 
-def _optimizer_facts(live: RunObjects, name: str) -> dict[str, Any]:
+def _optimizer_facts(live: RunObjects, name: str) -> dict[str, object]:
     """Return what an optimizer's state lacks: its kind, and the names of the parameters that it refers to by number."""
     optimizer = live.parts.stepper.optimizers[name]
     names = {id(parameter): name for name, parameter in live.parts.model.named_parameters()}
@@ -197,7 +236,7 @@ def _optimizer_facts(live: RunObjects, name: str) -> dict[str, Any]:
     return {"kind": type(optimizer).__name__, "param_names": groups}
 
 
-def _weights(live: RunObjects) -> dict[str, Any]:
+def _weights(live: RunObjects) -> SavedWeights:
     model = live.parts.model
     return {
         "parameters": dict(model.named_parameters()),
@@ -277,7 +316,7 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> R
 
 def _recipe_changes(live: RunObjects, saved: State, changed: list[Change], accepted: Collection[str]) -> list[Change]:
     # Contents were compared, so another path to the same files is no difference.
-    if _are_files(saved.position["data_fingerprint"]) and _are_files(live.data_fingerprint):
+    if Fingerprint.from_dict(saved.position["data_fingerprint"]).of_files and live.data_fingerprint.of_files:
         changed = drop_keys(changed, PLACES)
     if EXTEND in accepted:
         changed = drop_keys(changed, LENGTH)
@@ -286,15 +325,9 @@ def _recipe_changes(live: RunObjects, saved: State, changed: list[Change], accep
     return changed
 
 
-def _are_files(data: Mapping[str, Any]) -> bool:
-    """Return whether file contents were compared; sources without files are compared by sample names only."""
-    return all(part.of == "file" for part in Fingerprint.from_dict(data).parts)
-
-
 def _data_changes(live: RunObjects, saved: State, changed: list[Change], accepted: Collection[str]) -> list[str]:
     same_keys("the position", ["progress", "bad_samples", "data_fingerprint", "journal_sizes"], saved.position)
-    then, now = saved.position["data_fingerprint"], live.data_fingerprint
-    lines = different(Fingerprint.from_dict(then), Fingerprint.from_dict(now))
+    lines = different(Fingerprint.from_dict(saved.position["data_fingerprint"]), live.data_fingerprint)
     if lines and DATA not in accepted:
         raise _other_data(lines, [str(one) for one in changed if one.key in PLACES])
     return lines
@@ -339,7 +372,7 @@ def _adapted(live: RunObjects, now: State, saved: State) -> State:
     )
 
 
-def _scaled_on(own: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
+def _scaled_on(own: SavedLossScale, saved: SavedLossScale | None) -> SavedLossScale:
     """Return a loss scale with its new settings at the old one's value."""
     if saved is None or own["scale"].keys() != saved["scale"].keys():
         return own
@@ -347,7 +380,7 @@ def _scaled_on(own: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, A
     return {"scale": {**own["scale"], **learned}, "base_count": saved["base_count"]}
 
 
-def _moved_lr_schedulers(live: RunObjects, now: State, saved: State) -> dict[str, Any]:
+def _moved_lr_schedulers(live: RunObjects, now: State, saved: State) -> dict[str, dict[str, Any]]:
     """Return new schedules at the old positions, with the reductions that a plateau has made since its last warm-up."""
     extensions, before = live.recipe.schedule.extensions, saved.recipe["schedule"].get("extensions") or ()
     rewarmed = any(one.rewarm for one in extensions[len(before) :])
@@ -378,7 +411,7 @@ def _check_precision(now: State, saved: State) -> None:
         )
 
 
-def _in_words(precision: Mapping[str, Any]) -> str:
+def _in_words(precision: SavedPrecision) -> str:
     in_fp32 = ", ".join(precision.get("islands", ()))
     return f"{precision.get('name')}{f' with {in_fp32} in fp32' if in_fp32 else ''}"
 

@@ -10,17 +10,15 @@ import contextlib
 import errno
 import json
 import os
-import re
 import secrets
 import socket
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from halfstep import distributed
 from halfstep.deadline import finishes_within
@@ -45,6 +43,7 @@ from halfstep.launch_variables import count_in
 from halfstep.out_of_memory import is_out_of_memory
 from halfstep.ownership import machine_id
 from halfstep.recipe.changes import RECIPE
+from halfstep.status_files import ENDED, RUNNING, StatusFile, rank_of_file, read_status, status_file
 from halfstep.train.microbatches import largest_divisor
 
 RESTARTABLE = (TRY_AGAIN, HUNG)
@@ -59,18 +58,6 @@ RESERVED = 4096
 WRITTEN_WITHIN = 5.0
 """Seconds that the beginning and the end of a run wait for its status to be written; a disk may not answer."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-RUNNING, ENDED = "running", "ended"
-_FILE = re.compile(r"status\.rank-[0-9]{5}\.json")
-
-
-def status_file(rank: int) -> str:
-    """Return the name of a rank's status file."""
-    return f"status.rank-{rank:05d}.json"
-
-
-def is_status_file(name: str) -> bool:
-    """Return whether this is the name of some rank's status file."""
-    return _FILE.fullmatch(name) is not None
 
 
 # -- launch -----------------------------------------------------------------------------------------------------------
@@ -127,19 +114,18 @@ def begin(folder: Path, newest: int, restarts: int, batch_size: int, accepted: C
         parts = 1 if RECIPE in accepted else _parts_before(last, batch_size)
         return Launch(secrets.token_hex(8), restarts, 0, newest, batch_size, parts)
     for rank, status in last.items():
-        if status.get("code") in INCURABLE:
-            raise _not_restarted(_reason(rank, last), status["code"], "mend this, and start it again")
+        if status.code in INCURABLE:
+            raise _not_restarted(_reason(rank, last), status.code, "mend this, and start it again")
     return Launch(
         secrets.token_hex(8), restarts, _fruitless(folder, last, newest), newest, batch_size, _parts(last, batch_size)
     )
 
 
-def _fruitless(folder: Path, last: dict[int, dict[str, Any]], newest: int) -> int:
+def _fruitless(folder: Path, last: Mapping[int, StatusFile], newest: int) -> int:
     """Return how many restarts in a row found no newer checkpoint; raise NotRestarted where they are too many."""
-    before, fruitless = last[0].get("checkpoint"), last[0].get("fruitless")
-    fruitless = fruitless if type(fruitless) is int else 0
-    was_stopped = all(status.get("code") == TRY_AGAIN for status in last.values())
-    if newest > (before if type(before) is int else -1):
+    before, fruitless = last[0].checkpoint, last[0].fruitless or 0
+    was_stopped = all(status.code == TRY_AGAIN for status in last.values())
+    if newest > (-1 if before is None else before):
         fruitless = 0
     # A run that was asked to stop did not fail, and one that ran out of memory is not repeated: it is divided further.
     elif not was_stopped and _exhausted(last) is None:
@@ -149,12 +135,12 @@ def _fruitless(folder: Path, last: dict[int, dict[str, Any]], newest: int) -> in
     return fruitless
 
 
-def _exhausted(last: Mapping[int, Mapping[str, Any]]) -> int | None:
+def _exhausted(last: Mapping[int, StatusFile]) -> int | None:
     """Return the first rank that ended for want of memory."""
-    return next((rank for rank, status in last.items() if status.get("code") == OUT_OF_MEMORY), None)
+    return next((rank for rank, status in last.items() if status.code == OUT_OF_MEMORY), None)
 
 
-def _parts(last: Mapping[int, Mapping[str, Any]], batch_size: int) -> int:
+def _parts(last: Mapping[int, StatusFile], batch_size: int) -> int:
     """Return the parts of a micro-batch: those of the attempt before, and twice as many where memory ran out."""
     parts, rank = _parts_before(last, batch_size), _exhausted(last)
     if rank is None:
@@ -167,41 +153,41 @@ def _parts(last: Mapping[int, Mapping[str, Any]], batch_size: int) -> int:
     return batch_size // largest_divisor(size, size // 2)
 
 
-def _parts_before(last: Mapping[int, Mapping[str, Any]], batch_size: int) -> int:
+def _parts_before(last: Mapping[int, StatusFile], batch_size: int) -> int:
     """Return the parts that the attempt before divided micro-batches of this size in; 1 for another size."""
-    status = last.get(0, {})
-    parts = status.get("divided_by")
+    status = last.get(0, StatusFile())
+    parts = status.divided_by or 0
     # The file may be of another program: nothing in it is taken for granted.
-    if status.get("batch_size") != batch_size or type(parts) is not int or not 0 < parts <= batch_size:
+    if status.batch_size != batch_size or not 0 < parts <= batch_size:
         return 1
     return parts if batch_size % parts == 0 else 1
 
 
-def last_statuses(folder: Path, token: str | None = None) -> dict[int, dict[str, Any]]:
+def last_statuses(folder: Path, token: str | None = None) -> dict[int, StatusFile]:
     """Return the statuses of one attempt by rank: of `token`, or of the last one that rank 0 took part in."""
-    first = read_json(folder / status_file(0))
-    if token is None and isinstance(first, dict):
-        token = first.get("launch")
-    found: dict[int, dict[str, Any]] = {}
+    first = read_status(folder, 0)
+    if token is None and first is not None:
+        token = first.launch
+    found: dict[int, StatusFile] = {}
     with contextlib.suppress(OSError):
-        for entry in sorted(folder.iterdir()):
-            status = read_json(entry) if is_status_file(entry.name) else None
-            if isinstance(status, dict) and token is not None and status.get("launch") == token:
-                found[int(entry.name[12:17])] = status
+        for rank in sorted(rank for entry in folder.iterdir() if (rank := rank_of_file(entry.name)) is not None):
+            status = read_status(folder, rank)
+            if status is not None and token is not None and status.launch == token:
+                found[rank] = status
     return found if 0 in found else {}
 
 
-def _gave_up(folder: Path, last: dict[int, dict[str, Any]]) -> NotRestarted:
+def _gave_up(folder: Path, last: Mapping[int, StatusFile]) -> NotRestarted:
     """Return the error after too many restarts, and tell a supervisor that the run is not restartable."""
-    ended = {rank: one for rank, one in last.items() if type(one.get("code")) is int and one["code"]}
+    codes = {rank: one.code for rank, one in last.items() if one.code}
     # The rank that failed by itself, not those that lost it.
-    rank = min(ended, key=lambda rank: (ended[rank]["code"] in RESTARTABLE, rank), default=None)
+    rank = min(codes, key=lambda rank: (codes[rank] in RESTARTABLE, rank), default=None)
     reason = "it was killed" if rank is None else _reason(rank, last)
-    code = SOFTWARE if rank is None else ended[rank]["code"]
+    code = SOFTWARE if rank is None else codes[rank]
     given = f"{MOST_FRUITLESS} restarts in a row brought no newer checkpoint; the last attempt ended: {reason}"
     end = {"state": ENDED, "code": code, "reason": given, "restartable": False}
     with contextlib.suppress(OSError):
-        write_json(folder / status_file(0), {**last[0], **end})
+        write_json(folder / status_file(0), {**(read_json(folder / status_file(0)) or {}), **end})
     return _not_restarted(given, code, "look at the first of these endings; the same command goes on when it is mended")
 
 
@@ -211,9 +197,9 @@ def _not_restarted(given: str, code: int, do: str) -> NotRestarted:
     return error
 
 
-def _reason(rank: int, statuses: Mapping[int, Mapping[str, Any]]) -> str:
+def _reason(rank: int, statuses: Mapping[int, StatusFile]) -> str:
     who = f"rank {rank}: " if len(statuses) > 1 else ""
-    return f"{who}{str(statuses[rank].get('reason'))[:LONGEST_REASON]}"
+    return f"{who}{str(statuses[rank].reason)[:LONGEST_REASON]}"
 
 
 # -- status -----------------------------------------------------------------------------------------------------------
@@ -224,69 +210,80 @@ class RankStatus:
 
     def __init__(self, folder: Path, launch: Launch) -> None:
         self.folder, self.launch, self.rank = folder, launch, distributed.rank()
-        self._who = {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine_id(), "job": job_id()}
-        self._who |= {"rank": self.rank, "since": _now(), "world": distributed.size()}
-        self._changing, self._is_over = threading.Lock(), False
+        facts = asdict(launch)
+        self._last = StatusFile(
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            machine=machine_id(),
+            job=job_id(),
+            rank=self.rank,
+            since=_now(),
+            world=distributed.size(),
+            launch=facts.pop("token"),
+            **facts,
+        )
+        self._changing = threading.Lock()
         self._beat = 0
         """The number of writes so far: a reader on another host compares it, and no clocks."""
-        self._last: dict[str, Any] = {}
         self.on_end: Callable[[int], None] = lambda code: None
         """Called with the exit code after it was written."""
 
-    def running(self, **position: Any) -> None:
-        """Write where this rank is: its step, its phase, and more. Not flushed: the next write is seconds away."""
-        self._write({"state": RUNNING, **position})
+    def running(self, step: int, phase: str, collectives: int | None = None, answered: bool | None = None) -> None:
+        """Write where this rank is. Not flushed: the next write is seconds away."""
+        position = replace(self._last, step=step, phase=phase, collectives=collectives, answered=answered)
+        self._write(replace(position, state=RUNNING))
 
     def ended(self, code: int, reason: str, trace: str | None = None, within: float = WRITTEN_WITHIN) -> None:
         """Write the exit code, the reason and the traceback of this rank's end; only the first end counts.
 
         A disk that does not answer is given up after `within` seconds.
         """
-        end = {"state": ENDED, "code": code, "reason": reason, "restartable": code in RESTARTABLE}
-        end |= {"traceback": trace} if trace else {}
 
         def write() -> None:
-            self._write({**self._last, **end})
+            end = replace(self._last, state=ENDED, code=code, reason=reason, traceback=trace)
+            self._write(replace(end, restartable=code in RESTARTABLE))
             self.on_end(code)
 
         finishes_within(within, write)
 
-    def _write(self, content: dict[str, Any]) -> None:
-        launch = asdict(self.launch)
-        facts = {**self._who, "launch": launch.pop("token"), **launch, "time": _now()}
+    def _write(self, status: StatusFile) -> None:
         with self._changing:
-            if self._is_over or not self.folder.is_dir():  # without the folder there is no place to write
+            # Without the folder there is no place to write.
+            if self._last.state == ENDED or not self.folder.is_dir():
                 return
-            self._is_over, self._last = content["state"] == ENDED, content
+            self._last = status
             self._beat += 1
             # A failing disk must not mask the original error. Where the folder is another run's, nothing is
             # written: the run ends at its next step.
             with contextlib.suppress(OSError, FolderLost):
-                _replace(self.folder / status_file(self.rank), {**content, **facts, "beat": self._beat})
+                _replace(self.folder, self.rank, replace(status, time=_now(), beat=self._beat))
 
 
-def _replace(path: Path, status: Mapping[str, Any]) -> None:
+def _as_json(status: StatusFile) -> str:
+    known = {name: value for name, value in asdict(status).items() if value is not None}
+    return json.dumps({"job": None, **known}, indent=1, sort_keys=True)
+
+
+def _replace(folder: Path, rank: int, status: StatusFile) -> None:
     """Replace a status file; on a full disk, overwrite what the earlier one of this attempt occupies."""
-    text = json.dumps(status, indent=1, sort_keys=True)
     try:
-        with (replacing if status["state"] == ENDED else renaming)(path) as draft:
-            draft.write_text(f"{text:<{RESERVED - 1}}\n", encoding="utf-8")
+        with (replacing if status.state == ENDED else renaming)(folder / status_file(rank)) as draft:
+            draft.write_text(f"{_as_json(status):<{RESERVED - 1}}\n", encoding="utf-8")
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        _overwrite(path, status)
+        _overwrite(folder, rank, status)
 
 
-def _overwrite(path: Path, status: Mapping[str, Any]) -> None:
-    earlier = read_json(path)
-    if not isinstance(earlier, dict) or earlier.get("launch") != status["launch"]:
+def _overwrite(folder: Path, rank: int, status: StatusFile) -> None:
+    earlier = read_status(folder, rank)
+    if earlier is None or earlier.launch != status.launch:
         return
-    short = {name: value for name, value in status.items() if name != "traceback"}
-    short |= {"reason": short["reason"][:LONGEST_REASON]} if "reason" in short else {}
-    handle = os.open(path, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
+    short = replace(status, traceback=None, reason=status.reason and status.reason[:LONGEST_REASON])
+    handle = os.open(folder / status_file(rank), os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
     try:
         size = os.fstat(handle).st_size
-        text = json.dumps(short, indent=1, sort_keys=True).encode()
+        text = _as_json(short).encode()
         if len(text) < size:
             os.write(handle, text.ljust(size - 1) + b"\n")  # in one call: a reader sees all of it or nothing
             os.fsync(handle)

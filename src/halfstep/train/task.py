@@ -86,7 +86,7 @@ class Task(ABC):
     """The setting that the time of a step grows with the square of, such as `data.size`; empty where there is none."""
     forward_methods: ClassVar[Sequence[str]] = ()
     """Methods of the model that `loss` or `pictures` call, besides `forward`: FSDP2 gathers its weights for them."""
-    tiny: ClassVar[Mapping[str, Any]] = {}
+    tiny: ClassVar[Mapping[str, object]] = {}
     """Sections of a recipe for a small model on synthetic data, used by the contract tests."""
 
     def __init__(self, recipe: Any) -> None:

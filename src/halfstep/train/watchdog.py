@@ -16,19 +16,20 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from halfstep import distributed
 from halfstep.deadline import finishes_within
 from halfstep.errors import HUNG, FolderLost
-from halfstep.files import make_parent, read_json
+from halfstep.files import make_parent
 from halfstep.ownership import check_ownership
 from halfstep.peers import Peers
 from halfstep.printable import printable
 from halfstep.recipe.schema import WorldOptions
-from halfstep.train.status import ENDED, RankStatus, last_statuses, status_file
+from halfstep.status_files import ENDED, StatusFile, read_status
+from halfstep.train.status import RankStatus, last_statuses
 
 STACKS = "stacks"
 """The folder of the stacks, one file a rank."""
@@ -63,6 +64,17 @@ OnHang = Callable[[str], None]
 
 def no_beat(phase: str, step: int) -> None:
     """Report nothing; for loops that nobody watches."""
+
+
+class Position(NamedTuple):
+    """Where a rank is in its run."""
+
+    step: int
+    phase: str
+    collectives: int
+    """Collectives that it has begun."""
+    answered: bool | None
+    """True where it writes this because nothing moves."""
 
 
 class Watchdog:
@@ -133,9 +145,8 @@ class Watchdog:
     def _heartbeat(self) -> float:
         return max(min(HEARTBEAT, 5 * self._tick), distributed.size() / WRITES)
 
-    def _position(self) -> dict[str, Any]:
-        answered = {"answered": True} if self._answers else {}
-        return {"step": self._step, "phase": self._phase, "collectives": _collectives(), **answered}
+    def _position(self) -> Position:
+        return Position(self._step, self._phase, _collectives(), self._answers or None)
 
     # -- in the thread that judges ------------------------------------------------------------------------------
 
@@ -164,7 +175,7 @@ class Watchdog:
 
     def _explain(self, idle: float, answer: float) -> None:
         write_stacks(self._status.folder / STACKS / f"rank-{self._status.rank:05d}.txt", self._position())
-        self._status.running(**self._position())
+        self._status.running(*self._position())
         with suppress(OSError, FolderLost):  # a full disk: the others notice by themselves
             check_ownership(self._marker)
             self._marker.touch()
@@ -201,10 +212,10 @@ class Watchdog:
             now = time.monotonic()
             if now - written >= self._heartbeat:
                 written = now
-                self._status.running(**self._position())
+                self._status.running(*self._position())
                 self._look_away(min(now - looked, 2 * self._heartbeat))
                 looked = now
-        self._status.running(**self._position())
+        self._status.running(*self._position())
 
     def _look_away(self, passed: float) -> None:
         """Look whether ranks of other hosts still write, while this one waits for the others.
@@ -220,14 +231,14 @@ class Watchdog:
         if self._phase == ENDING:
             return
         for rank in _next_ranks(self._peers.away, self._status.rank):
-            status = read_json(self._status.folder / status_file(rank))
+            status = read_status(self._status.folder, rank)
             # Nothing to read says nothing: the file system may be at fault.
-            if not isinstance(status, dict) or status.get("launch") != self._status.launch.token:
+            if status is None or status.launch != self._status.launch.token:
                 continue
-            if status.get("state") == ENDED:
-                self._peers.report_lost(rank, f"it ended: {str(status.get('reason'))[:LONGEST_WHY]}")
+            if status.state == ENDED:
+                self._peers.report_lost(rank, f"it ended: {str(status.reason)[:LONGEST_WHY]}")
                 continue
-            beat, before = _int(status.get("beat")), self._silent.get(rank, (-1, 0.0))
+            beat, before = status.beat or 0, self._silent.get(rank, (-1, 0.0))
             silent = before[1] + passed if beat == before[0] else 0.0
             self._silent[rank] = beat, silent
             if silent >= max(SILENT, HEARTBEATS * self._heartbeat):
@@ -239,25 +250,21 @@ def _next_ranks(ranks: tuple[int, ...], own: int) -> list[int]:
     return sorted(ranks, key=lambda rank: (rank < own, rank))[:AWAY]
 
 
-def behind(statuses: Mapping[int, Mapping[str, Any]], size: int) -> str:
+def behind(statuses: Mapping[int, StatusFile], size: int) -> str:
     """Return the ranks that the others wait for: those that do not answer, else those at the earliest place."""
-    silent = [rank for rank in range(size) if not statuses.get(rank, {}).get("answered")]
+    silent = [rank for rank in range(size) if not statuses.get(rank, StatusFile()).answered]
     if silent:
         return (
             f"{distributed.ranks_named(silent)} {'does' if len(silent) == 1 else 'do'} not answer, and may be stopped"
         )
-    places = {rank: (_int(one.get("step")), _int(one.get("collectives"))) for rank, one in statuses.items()}
+    places = {rank: (one.step or 0, one.collectives or 0) for rank, one in statuses.items()}
     earliest = min(places.values())
     late = [rank for rank, place in sorted(places.items()) if place == earliest]
     if len(late) == len(places):
-        hosts = sorted({str(one.get("host")) for one in statuses.values()})
+        hosts = sorted({str(one.host) for one in statuses.values()})
         between = f"between {', '.join(hosts[: distributed.MOST_NAMED])}" if len(hosts) > 1 else "between them"
         return f"all ranks answer, and each waits for another: the network {between} may be cut, or their calls differ"
     return f"{distributed.ranks_named(late)} {'is' if len(late) == 1 else 'are'} behind, at step {earliest[0]}"
-
-
-def _int(value: object) -> int:
-    return value if type(value) is int else 0
 
 
 def _collectives() -> int:
@@ -269,12 +276,13 @@ def _collectives() -> int:
         return 0
 
 
-def write_stacks(path: Path, position: Mapping[str, Any]) -> None:
+def write_stacks(path: Path, position: Position) -> None:
     """Write the Python stacks of all threads of this process."""
+    where = "".join(f", {name} {value}" for name, value in position._asdict().items() if value is not None)
     with suppress(OSError, FolderLost):  # a full disk, or another run's folder: the run ends all the same
         make_parent(path)
         with open(path, "w", encoding="utf-8") as file:
-            file.write(f"process {os.getpid()}, {', '.join(f'{name} {value}' for name, value in position.items())}\n")
+            file.write(f"process {os.getpid()}{where}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
 

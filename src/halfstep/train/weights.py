@@ -188,14 +188,14 @@ def _on_host(tensor: Tensor) -> Tensor:
     return distributed.whole(tensor.detach()).cpu().contiguous()
 
 
-def _tensors(model: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
+def _tensors(model: nn.Module | Mapping[str, object]) -> dict[str, Tensor]:
     """Return parameters and buffers; extra state of a module has no place in a file of tensors."""
     # keep_vars, so that a parameter stays distinguishable from a buffer.
     state = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
-def _without_prefixes(tensors: dict[str, Tensor], own: Mapping[str, Any]) -> dict[str, Tensor]:
+def _without_prefixes(tensors: dict[str, Tensor], own: Collection[str]) -> dict[str, Tensor]:
     # A submodule may be compiled too, so this prefix can occur anywhere in a name.
     tensors = {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items()}
     wrappers = PREFIXES if own else PREFIXES[:1]
@@ -370,7 +370,7 @@ def empty_buffers(model: nn.Module) -> set[str]:
     return {path + name for path, buffers in slots for name, buffer in buffers.items() if buffer is None}
 
 
-def extra_state(model: nn.Module) -> dict[str, Any]:
+def extra_state(model: nn.Module) -> dict[str, object]:
     """Return what a model saves besides parameters and buffers."""
     saved = model.state_dict()
     own = {name for name in saved if name.rpartition(".")[2] == EXTRA}

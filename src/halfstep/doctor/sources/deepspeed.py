@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from halfstep.doctor.settings import Document, FoundSetting, SettingSource
 from halfstep.doctor.sources.reading import claims_in, meaning, read_document, training_settings
@@ -53,12 +52,12 @@ SCALER = {
 """DeepSpeed's words for the loss scale, and their meaning."""
 
 
-def _scaler_words(document: Document, key: str, value: Mapping[str, Any]) -> list[FoundSetting]:
+def _scaler_words(document: Document, key: str, value: Mapping[str, object]) -> list[FoundSetting]:
     said = [word for word in SCALER if word in value]
     return [document.setting(f"{key}.{word}", value[word], SCALER[word]) for word in said]
 
 
-def _switch_of(document: Document, key: str, value: Mapping[str, Any]) -> FoundSetting:
+def _switch_of(document: Document, key: str, value: Mapping[str, object]) -> FoundSetting:
     claim = next(iter(claims_in(document, key + ".", {"bf16" if key == _OLD_BF16 else key: value})), None)
     means = meaning(claim) if claim else "left to the launcher"
     return document.setting(f"{key}.enabled", value["enabled"], means, claim)

@@ -53,7 +53,7 @@ def _refused(where: str, line: int, why: str) -> BadRecipe:
     return BadRecipe(f"{where}, line {line}: {why[:200]}", allowed=allowed, do=do, line=line)
 
 
-def _json(text: str) -> dict[str, Any] | None:
+def _json(text: str) -> dict[str, object] | None:
     """Return an object of JSON, some texts of which are no YAML."""
     try:
         content = json.loads(text)
@@ -75,7 +75,7 @@ class _Builder:
         self._where = where
         self._open: list[tuple[Any, str]] = []
         self._keys: list[str | None] = []
-        self._anchors: dict[str, Any] = {}
+        self._anchors: dict[str, object] = {}
         self._nodes = 0
 
     def take(self, event: Any) -> bool:
@@ -135,7 +135,7 @@ def _scalar(event: Any, where: str) -> Any:
     return float(value) if kind == "float" and is_number else value
 
 
-def _merge(node: dict[str, Any]) -> None:
+def _merge(node: dict[str, object]) -> None:
     """Add the keys of `<<` that a mapping has not."""
     merged = node.pop(_MERGE)
     for other in merged if isinstance(merged, list) else [merged]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from halfstep.doctor.settings import UNRESOLVED, Document, FoundSetting, SettingSource
 from halfstep.doctor.sources.reading import is_word, lightning_claim, own_claim, training_settings
@@ -22,7 +21,7 @@ def hydra_settings(document: Document) -> SettingSource:
     return SettingSource("hydra", document.place, found, training, names=names, tools=tools)
 
 
-def _hydra_section(document: Document, prefix: str, section: Mapping[str, Any]) -> Iterator[FoundSetting]:
+def _hydra_section(document: Document, prefix: str, section: Mapping[str, object]) -> Iterator[FoundSetting]:
     targets = "lightning" in str(section.get("_target_", "")).lower()
     for key, value in section.items():
         if key not in PRECISION_KEYS or value is None or isinstance(value, Mapping) or not is_word(key, value):
@@ -36,7 +35,7 @@ def _hydra_section(document: Document, prefix: str, section: Mapping[str, Any]) 
         yield document.setting(prefix + key, value, reading.means).read_as(reading)
 
 
-def _is_lightning(content: Mapping[str, Any]) -> bool:
+def _is_lightning(content: Mapping[str, object]) -> bool:
     targets = [str(section.get("_target_", "")) for _, section in sections(content)]
     return any("lightning" in target and target.endswith("Trainer") for target in targets)
 

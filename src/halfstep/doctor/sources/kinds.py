@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from halfstep.doctor.settings import Document, Kind, SettingSource
 from halfstep.doctor.sources.accelerate import accelerate_settings
@@ -64,7 +63,7 @@ _OTHER_PROGRAMS = (
 """Keys by which a file of a program is known whose words are its own, although it has keys of transformers."""
 
 
-def kind_of(content: Mapping[str, Any], text: str, json: bool) -> Kind:
+def kind_of(content: Mapping[str, object], text: str, json: bool) -> Kind:
     """Return what a configuration is; `recipe` is also the YAML of any project."""
     if any(keys <= set(content) for keys in _OTHER_PROGRAMS) or "_component_:" in text:
         return "recipe"
@@ -74,19 +73,19 @@ def kind_of(content: Mapping[str, Any], text: str, json: bool) -> Kind:
     return "recipe"
 
 
-def _is_accelerate(content: Mapping[str, Any], text: str, json: bool) -> bool:
+def _is_accelerate(content: Mapping[str, object], text: str, json: bool) -> bool:
     own = [key for key in _ACCELERATE if key in content]
     return bool(own) and not {"trainer", "model", "train_batch_size"} & set(content)
 
 
-def _is_deepspeed(content: Mapping[str, Any], text: str, json: bool) -> bool:
+def _is_deepspeed(content: Mapping[str, object], text: str, json: bool) -> bool:
     switches = [content.get(key) for key in ("fp16", "bf16", "bfloat16")]
     return json and (
         any(key in content for key in _DEEPSPEED) or any(isinstance(s, Mapping) and "enabled" in s for s in switches)
     )
 
 
-def _is_hydra(content: Mapping[str, Any], text: str, json: bool) -> bool:
+def _is_hydra(content: Mapping[str, object], text: str, json: bool) -> bool:
     return not json and (
         isinstance(content.get("defaults"), list)
         or "hydra" in content
@@ -96,8 +95,8 @@ def _is_hydra(content: Mapping[str, Any], text: str, json: bool) -> bool:
     )
 
 
-def _is_lightning(content: Mapping[str, Any], text: str, json: bool) -> bool:
-    holders = [content, *(content[name] for name in SUBCOMMANDS if isinstance(content.get(name), Mapping))]
+def _is_lightning(content: Mapping[str, object], text: str, json: bool) -> bool:
+    holders = [content, *(one for name in SUBCOMMANDS if isinstance(one := content.get(name), Mapping))]
     trainers = [holder.get("trainer") for holder in holders]
     # Keys of other projects' trainers, as in `trainer: {amp: True, lr: 1e-5}`, which Lightning's has not.
     own = [set(t) & _LIGHTNING for t in trainers if isinstance(t, Mapping) and not {"amp", "fp16", "lr"} & set(t)]
@@ -105,11 +104,11 @@ def _is_lightning(content: Mapping[str, Any], text: str, json: bool) -> bool:
     return any(len(keys) >= _ENOUGH or (keys and told) for keys in own)
 
 
-def _is_arguments(content: Mapping[str, Any], text: str, json: bool) -> bool:
+def _is_arguments(content: Mapping[str, object], text: str, json: bool) -> bool:
     return len(ARGUMENTS & set(content)) >= _ENOUGH
 
 
-_KINDS: dict[Kind, Callable[[Mapping[str, Any], str, bool], bool]] = {
+_KINDS: dict[Kind, Callable[[Mapping[str, object], str, bool], bool]] = {
     "accelerate": _is_accelerate,
     "deepspeed": _is_deepspeed,
     "hydra": _is_hydra,
@@ -146,14 +145,15 @@ def from_configuration(place: str, text: str) -> SettingSource | None:
     return source if source.precision or source.training or source.names or source.halfstep else None
 
 
-def _is_recipe(content: Mapping[str, Any]) -> bool:
+def _is_recipe(content: Mapping[str, object]) -> bool:
     task = content.get("task")
     return isinstance(task, str) and (task in _TASKS or ":" in task)
 
 
-def _is_vocabulary(content: Mapping[str, Any]) -> bool:
+def _is_vocabulary(content: Mapping[str, object]) -> bool:
     """Return whether all values are numbers of tokens, or all are types of columns."""
     values = list(content.values())
-    if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-        return any(value > 1 for value in values)
+    numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    if len(numbers) == len(values):
+        return any(number > 1 for number in numbers)
     return len(values) > 1 and all(isinstance(value, str) for value in values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from halfstep.doctor.settings import Document, FoundSetting, SettingSource
 from halfstep.doctor.sources.reading import lightning_claim, training_settings
@@ -21,7 +20,7 @@ def lightning_settings(document: Document) -> SettingSource:
     return SettingSource("lightning", document.place, found, training, tools=frozenset({"lightning cli"}))
 
 
-def _trainers(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _trainers(content: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
     for outer in ("", *SUBCOMMANDS):
         holder = content.get(outer, {}) if outer else content
         trainer = holder.get("trainer") if isinstance(holder, Mapping) else None
@@ -29,7 +28,7 @@ def _trainers(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
             yield f"{outer}.trainer.".lstrip("."), trainer
 
 
-def _trainer_settings(document: Document, prefix: str, trainer: Mapping[str, Any]) -> list[FoundSetting]:
+def _trainer_settings(document: Document, prefix: str, trainer: Mapping[str, object]) -> list[FoundSetting]:
     found = []
     if trainer.get("precision") is not None:
         key = f"{prefix}precision"

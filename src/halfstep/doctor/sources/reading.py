@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from halfstep.doctor.settings import OWN_WORD, Document, FoundSetting, Kind, WordReading, printable, unknown_word
 from halfstep.errors import HalfstepError, MissingExtra
@@ -80,7 +79,7 @@ def _missing(missing: ModuleNotFoundError) -> MissingExtra:
     )
 
 
-def claims_in(document: Document, prefix: str, settings: Mapping[str, Any]) -> list[Claim]:
+def claims_in(document: Document, prefix: str, settings: Mapping[str, object]) -> list[Claim]:
     """Return the claims of these settings; an error names the file and the section."""
     try:
         return read_claims(settings)
@@ -91,7 +90,7 @@ def claims_in(document: Document, prefix: str, settings: Mapping[str, Any]) -> l
         raise type(error)(given, allowed=error.allowed, do=error.do, id=error.id, line=line) from None
 
 
-def _line_of_mistake(document: Document, prefix: str, settings: Mapping[str, Any]) -> int | None:
+def _line_of_mistake(document: Document, prefix: str, settings: Mapping[str, object]) -> int | None:
     for key, value in settings.items():
         try:
             read_claims({key: value})
@@ -171,7 +170,7 @@ Claims = Callable[[str, object], WordReading]
 """Reads a word of one program."""
 
 
-def training_settings(document: Document, prefix: str, section: Mapping[str, Any]) -> list[FoundSetting]:
+def training_settings(document: Document, prefix: str, section: Mapping[str, object]) -> list[FoundSetting]:
     """Return the learning rate and clipping where they are numbers."""
     found = []
     for key, value in section.items():

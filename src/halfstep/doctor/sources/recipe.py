@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from halfstep.doctor.settings import PROJECT, Document, FoundSetting, SettingSource, WordReading
 from halfstep.doctor.sources.reading import (
@@ -55,12 +54,12 @@ def project_settings(document: Document) -> SettingSource:
     return SettingSource("recipe", document.place, found, training)
 
 
-def sections(content: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def sections(content: Mapping[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the keys at the top, and those of each section with its prefix."""
     flat = {key: value for key, value in content.items() if not _is_section(key, value)}
     yield "", flat
     for name, value in content.items():
-        if name not in flat:
+        if name not in flat and isinstance(value, Mapping):
             yield f"{name}.", dict(value)
 
 
@@ -69,7 +68,7 @@ def _is_section(key: str, value: object) -> bool:
     return isinstance(value, Mapping) and not (key in (*SWITCHES, *FLAGS) and "enabled" in value)
 
 
-def _precision_keys(prefix: str, section: Mapping[str, Any]) -> list[str]:
+def _precision_keys(prefix: str, section: Mapping[str, object]) -> list[str]:
     spoken = [key for key, value in section.items() if value is not None and not _is_section(key, value)]
     keys = [key for key in spoken if key in PRECISION_KEYS]
     # `metrics: {precision: 4}` is not a number format.
@@ -78,7 +77,7 @@ def _precision_keys(prefix: str, section: Mapping[str, Any]) -> list[str]:
     return keys
 
 
-def _precision_settings(document: Document, prefix: str, section: Mapping[str, Any]) -> list[FoundSetting]:
+def _precision_settings(document: Document, prefix: str, section: Mapping[str, object]) -> list[FoundSetting]:
     keys = _precision_keys(prefix, section)
     chosen = {key: section[key] for key in keys}
     claims = {claim.key: claim for claim in claims_in(document, prefix, chosen)}

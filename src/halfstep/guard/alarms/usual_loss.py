@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from halfstep.errors import StateMismatch
@@ -138,7 +138,7 @@ class RecentLosses:
         self.first = float(state["first"])
 
 
-def check_version(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_version(own: Collection[str], given: Collection[str]) -> None:
     """Raise StateMismatch where a saved state has other keys than this version's own."""
     if set(given) != set(own):
         raise StateMismatch(

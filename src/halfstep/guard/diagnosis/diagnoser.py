@@ -84,7 +84,7 @@ class Diagnoser:
         stepper: Stepper,
         most: int,
         record: Callable[[FailedStep], None] | None,
-        emit: Callable[[Kind, Level, str, dict[str, Any]], None],
+        emit: Callable[[Kind, Level, str, Mapping[str, object]], None],
     ) -> None:
         self._stepper, self._most, self._record, self._emit = stepper, most, record, emit
         self._diagnoses = 0

@@ -236,7 +236,7 @@ def update_share(
     A loss that grows does so on purpose where a weight of it is raised, or because large updates ruin the weights.
     """
     parts = [part for part in map(local, weights) if part.is_floating_point() and part.itemsize > 1]
-    norm = math.hypot(*(_norm_of_finite(part) for part in parts))
+    norm = math.hypot(*(norm_of(torch.where(part.isfinite(), part, 0)) for part in parts))
     rates = history.rates[-3:] or tuple(float(group["lr"]) for each in optimizers for group in each.param_groups)
     if not rates or not norm:
         return None
@@ -250,10 +250,6 @@ def update_share(
         momentum = max(float(group["momentum"]) for each in optimizers for group in each.param_groups)
         return max(rates) * gradient / max(1.0 - momentum, 1e-3) / norm
     return max(rates) * (scaled if optimizers else min(scaled, gradient)) / norm
-
-
-def _norm_of_finite(weight: Tensor) -> float:
-    return norm_of(torch.where(weight.isfinite(), weight, 0))
 
 
 def too_large(model: nn.Module, largest_input: float, applied: int) -> str:

@@ -33,7 +33,7 @@ class Remedy:
     for_good: bool = False
     """Whether it was lifted once and the same failure came back; such a remedy is not lifted again."""
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return the remedy as the facts of an event."""
         facts = asdict(self)
         return {"remedy": facts.pop("kind"), **facts}
@@ -75,7 +75,7 @@ class Remedies:
         if self.eager:
             drop_compiled_calls(model)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the remedies as plain data."""
         return {"placed": [asdict(remedy) for remedy in self.placed], "lifted": list(self.lifted)}
 

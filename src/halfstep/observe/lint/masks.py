@@ -36,7 +36,7 @@ def look(seen: NarrowOperation) -> Finding | None:
     return None
 
 
-def written(function: Any, given: Sequence[Any], named: Mapping[str, Any]) -> Finding | None:
+def written(function: Any, given: Sequence[Any], named: Mapping[str, object]) -> Finding | None:
     """Return a finding for a number that torch converts or refuses before any operation shows it, or None."""
     dtype, values, so = named.get("dtype"), given[:1], _NAN
     if function is Tensor.__setitem__:  # x[mask] = -1e9

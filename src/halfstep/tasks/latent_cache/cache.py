@@ -231,7 +231,7 @@ class CachedLatents:
     def __len__(self) -> int:
         return self.chunks.samples
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Open safetensors handles cannot be pickled; each worker opens its own.
         return {**vars(self), "_opened": {}}
 

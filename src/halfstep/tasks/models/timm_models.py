@@ -18,7 +18,7 @@ def imagewise_model(options: Any, channels: int, outputs: int, size: int) -> nn.
     """
     timm = timm_package("model.name", options.name)
     settings = timm.get_pretrained_cfg(options.name)
-    arguments: dict[str, Any] = {"in_chans": channels, "num_classes": outputs, "drop_rate": options.drop_rate}
+    arguments: dict[str, object] = {"in_chans": channels, "num_classes": outputs, "drop_rate": options.drop_rate}
     # Only models with a fixed input size accept img_size; others raise TypeError for it.
     if settings is not None and settings.fixed_input_size:
         arguments["img_size"] = size

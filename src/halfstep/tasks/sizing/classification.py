@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from halfstep.data.set_facts import SetFacts
 from halfstep.recipe.resolve import ChosenSetting
@@ -55,7 +55,7 @@ LADDER = (
 BATCH, ACCELERATED_BATCH = 16, 64
 
 
-def sized(facts: SetFacts, machine: Machine, given: Mapping[str, Any]) -> list[ChosenSetting]:
+def sized(facts: SetFacts, machine: Machine, given: Mapping[str, object]) -> list[ChosenSetting]:
     """Return a choice with its reason for each setting the user left out."""
     choices = Choices(given)
     train, val = choices.validation(facts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from halfstep.data.set_facts import SetFacts
 from halfstep.recipe.resolve import ChosenSetting
@@ -30,7 +29,7 @@ STRIDE = 32
 """A multiple that every architecture can halve often enough."""
 
 
-def sized(facts: SetFacts, machine: Machine, given: Mapping[str, Any]) -> list[ChosenSetting]:
+def sized(facts: SetFacts, machine: Machine, given: Mapping[str, object]) -> list[ChosenSetting]:
     """Return a choice with its reason for each setting the user left out."""
     choices = Choices(given)
     train, val = choices.validation(facts)

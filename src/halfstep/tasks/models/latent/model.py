@@ -28,7 +28,7 @@ CHANNELS_A_GROUP = 4
 MOST_GROUPS = 32
 
 
-def autoencoder_config(options: Any, channels: int, size: int) -> dict[str, Any]:
+def autoencoder_config(options: Any, channels: int, size: int) -> dict[str, object]:
     """Return the config of a new autoencoder, plain data for `AutoencoderKL(**config)`."""
     widths = list(options.autoencoder_widths)
     return {
@@ -44,7 +44,7 @@ def autoencoder_config(options: Any, channels: int, size: int) -> dict[str, Any]
     }
 
 
-def autoencoder_from(config: Mapping[str, Any]) -> AutoencoderKL:
+def autoencoder_from(config: Mapping[str, object]) -> AutoencoderKL:
     """Return an autoencoder with random weights."""
     module: AutoencoderKL = AutoencoderKL(**config)
     return module
@@ -163,7 +163,7 @@ def check_denoiser(denoiser: nn.Module, folder: str, options: Any, latents: int,
     """Raise `BadRecipe` for a pretrained denoiser that was built for other latents or conditions."""
     config: Any = denoiser.config
     extra = options.condition_width if asked.kind == "image" else 0
-    wanted: dict[str, Any] = {"in_channels": latents + extra, "out_channels": latents}
+    wanted: dict[str, object] = {"in_channels": latents + extra, "out_channels": latents}
     if asked.kind == "embedding":
         wanted |= {"cross_attention_dim": asked.width, "num_class_embeds": None, "addition_embed_type": None}
     else:
@@ -180,7 +180,7 @@ def check_denoiser(denoiser: nn.Module, folder: str, options: Any, latents: int,
         )
 
 
-def _plain(shared: Mapping[str, Any], options: Any, embeds: int | None) -> nn.Module:
+def _plain(shared: Mapping[str, object], options: Any, embeds: int | None) -> nn.Module:
     model: nn.Module = UNet2DModel(
         **shared,
         **_blocks("DownBlock2D", "AttnDownBlock2D", "AttnUpBlock2D", "UpBlock2D", options),
@@ -191,7 +191,7 @@ def _plain(shared: Mapping[str, Any], options: Any, embeds: int | None) -> nn.Mo
     return model
 
 
-def _attentive(shared: Mapping[str, Any], options: Any, width: int) -> nn.Module:
+def _attentive(shared: Mapping[str, object], options: Any, width: int) -> nn.Module:
     head = _head(options.widths)
     model: nn.Module = UNet2DConditionModel(
         **shared,

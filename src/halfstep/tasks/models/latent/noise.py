@@ -23,7 +23,7 @@ PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}
 """Recipe values of `model.prediction`, and diffusers' names for them."""
 
 
-def schedule_settings(options: Any) -> dict[str, Any]:
+def schedule_settings(options: Any) -> dict[str, object]:
     """Return the scheduler settings of diffusers, the same for training and sampling."""
     # With fewer timesteps each must add more noise; otherwise the last would be far from the pure noise sampling starts
     # from.

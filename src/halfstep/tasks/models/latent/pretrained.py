@@ -69,7 +69,7 @@ class PretrainedAutoencoder:
     scale: float | None
     """The factor of its latents; None where it is unknown and must be measured."""
     digest: str
-    config: dict[str, Any]
+    config: dict[str, object]
     """Plain data from which `AutoencoderKL(**config)` builds the same module."""
 
 
@@ -98,7 +98,7 @@ def pretrained_denoiser(folder: str | Path) -> nn.Module:
     return module
 
 
-def plain_config(module: Any) -> dict[str, Any]:
+def plain_config(module: Any) -> dict[str, object]:
     """Return the config of a diffusers module without private entries, for a JSON file."""
     return {name: value for name, value in dict(module.config).items() if not name.startswith("_")}
 
@@ -148,7 +148,7 @@ def _trained_one(folder: Path) -> None:
 # -- of diffusers -----------------------------------------------------------------------------------------------------
 
 
-def _from_diffusers(folder: Path, part: str, kinds: Mapping[str, Any], do: str) -> tuple[Any, dict[str, Any]]:
+def _from_diffusers(folder: Path, part: str, kinds: Mapping[str, object], do: str) -> tuple[Any, dict[str, object]]:
     """Return the module in a folder, or in the `part` of a pipeline, and its config as written there."""
     place = folder if (folder / CONFIG).is_file() else folder / part
     config = read_json(place / CONFIG)
@@ -215,7 +215,7 @@ def _loaded(kind: Any, place: Path) -> Any:
     return module
 
 
-def _own_scale(config: Mapping[str, Any], place: Path) -> float | None:
+def _own_scale(config: Mapping[str, object], place: Path) -> float | None:
     """Return the scaling factor written in the config; None where there is none.
 
     The module's own attribute is not used: diffusers' default belongs to one particular autoencoder.
@@ -262,7 +262,7 @@ def _sketch(kind: Any, config: Any, where: Path, size: int) -> Any:
     return sketch
 
 
-def _bounded(config: Mapping[str, Any]) -> None:
+def _bounded(config: Mapping[str, object]) -> None:
     """Raise ValueError for a network with more blocks than any real one."""
     levels = max((len(value) for value in config.values() if isinstance(value, list)), default=0)
     layers = max((_most(value) for name, value in config.items() if "layers_per_block" in name), default=0.0)
@@ -364,11 +364,11 @@ class PartBuilder:
         """`folder` is the run's own, from which it may resume."""
         self._options, self._data = options, data
         self._resumed = resumable_run(folder)
-        self._autoencoder: dict[str, Any] | None = None
+        self._autoencoder: dict[str, object] | None = None
         self._origin: dict[str, Any] | None = None
-        self._denoiser: dict[str, Any] | None = None
+        self._denoiser: dict[str, object] | None = None
         # The checkpoint restores the denoiser's weights; only its config is needed before.
-        self._known: Mapping[str, Any] = self._resumed.facts if self._resumed is not None else {}
+        self._known: Mapping[str, object] = self._resumed.facts if self._resumed is not None else {}
         self._finished = False
         self.notes: list[str] = []
         """Lines for the user about the origin of a part."""
@@ -416,7 +416,7 @@ class PartBuilder:
         check_denoiser(denoiser, options.denoiser, options, latents, asked)
         return denoiser
 
-    def _new(self) -> dict[str, Any]:
+    def _new(self) -> dict[str, object]:
         return autoencoder_config(self._options, self._data.channels, self._data.size)
 
     def _pretrained_denoiser(self) -> nn.Module:

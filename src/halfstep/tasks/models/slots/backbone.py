@@ -84,7 +84,7 @@ class BackboneEncoder(nn.Module):
 
 def _built(timm: Any, name: str, weights: str, size: int, settings: Any) -> nn.Module:
     """Return the model with its weights. Raise `BadRecipe`, `BadData`, `StateMismatch` or `Unsafe`."""
-    arguments: dict[str, Any] = {"num_classes": 0}
+    arguments: dict[str, object] = {"num_classes": 0}
     # Only models with a fixed input size accept img_size; others raise TypeError for it.
     if settings is not None and settings.fixed_input_size:
         arguments["img_size"] = size

@@ -1,0 +1,96 @@
+"""Read the status files of a run's ranks: where each rank is, and how it ended. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from halfstep.files import known_fields, read_json
+from halfstep.ownership import Holder, is_alive
+
+RUNNING, ENDED = "running", "ended"
+_NAME = re.compile(r"status\.rank-([0-9]{5})\.json")
+
+
+def status_file(rank: int) -> str:
+    """Return the name of a rank's status file."""
+    return f"status.rank-{rank:05d}.json"
+
+
+def rank_of_file(name: str) -> int | None:
+    """Return the rank whose status file has this name; None for any other file."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class StatusFile:
+    """The status of one rank; None for a field that is missing or of another type: nothing is taken for granted."""
+
+    state: str | None = None
+    step: int | None = None
+    phase: str | None = None
+    collectives: int | None = None
+    """Collectives that the rank has begun."""
+    answered: bool | None = None
+    """Whether the rank wrote this when another one found that nothing moves."""
+    code: int | None = None
+    """Exit code, where the rank ended."""
+    reason: str | None = None
+    restartable: bool | None = None
+    traceback: str | None = None
+    pid: int | None = None
+    host: str | None = None
+    machine: str | None = None
+    """See `ownership.machine_id`."""
+    job: str | None = None
+    rank: int | None = None
+    since: str | None = None
+    world: int | None = None
+    launch: str | None = None
+    """Token of the attempt on all ranks."""
+    restarts: int | None = None
+    fruitless: int | None = None
+    checkpoint: int | None = None
+    batch_size: int | None = None
+    divided_by: int | None = None
+    """These are fields of `train.status.Launch`."""
+    time: str | None = None
+    beat: int | None = None
+    """Number of writes so far; files of earlier versions have none."""
+
+    @property
+    def written_at(self) -> float:
+        """When the file was written, by the clock of its host, in seconds since 1970; 0 where that is not known."""
+        return timestamp(self.time)
+
+    @property
+    def is_of_this_host(self) -> bool:
+        """Return whether the rank ran on this host, by its name."""
+        return self.host == socket.gethostname()
+
+    @property
+    def holder(self) -> Holder | None:
+        """The process that wrote the file; None where the file names none."""
+        return Holder.read(vars(self))
+
+    def is_gone(self, started_by: float) -> bool:
+        """Return whether this host has no such process that started by then; a pod may have its predecessor's name."""
+        return self.pid is not None and not is_alive(self.pid, started_by)
+
+
+def read_status(folder: Path, rank: int) -> StatusFile | None:
+    """Return the status of a rank; None where it has written none."""
+    content = read_json(folder / status_file(rank))
+    return known_fields(StatusFile, content) if isinstance(content, dict) and content else None
+
+
+def timestamp(written: str | None) -> float:
+    """Return an ISO date in seconds since 1970; 0 for anything else."""
+    try:
+        return datetime.fromisoformat(written).timestamp() if written else 0.0
+    except (ValueError, OverflowError):
+        return 0.0
