@@ -32,7 +32,7 @@ SUBJECTS = {
     "segmentation": Subject("unet", ("data.name=shapes", "data.size=128", "data.crop=128", "train.batch_size=4")),
     "classification": Subject("imagenet100", ("data.name=shapes", "data.size=224", "train.batch_size=8")),
     "diffusion": Subject("radiomap", ("data.size=64", "train.batch_size=8")),
-    "slots": Subject("slots_sprites", ("data.name=shapes", "train.batch_size=4")),
+    "slots": Subject("benchmarks/recipes/slots_sprites.yaml", ("data.name=shapes", "train.batch_size=4")),
 }
 ARMS = {"fp32": "fp32", "aa": "fp32", "bf16": "bf16"}
 

@@ -2,12 +2,12 @@
 
     python benchmarks/own_photographs.py [--out runs/own_photographs] [--seed 0] [--record]
 
-Needs `halfstep data get aerial_buildings` once. A hundred of its crops, evenly from nine orthophotos, are put into a
-folder as a person would have them; then `halfstep train segment --data_dir FOLDER` is run with no other setting than
-its seed. The IoU of buildings is measured on the 118 crops of three orthophotos of which nothing was in the folder,
-with `halfstep predict`; beside it stands the IoU of calling every pixel a building. The minutes are those of the
-command on the clock, the pictures of its evaluations included; `cpu_minutes` is what it and its processes computed,
-on a machine that others may have used at the same time. `--record` keeps the result beside this file.
+Needs `python -m benchmarks.sets aerial_buildings` once. A hundred of its crops, evenly from nine orthophotos, are put
+into a folder as a person would have them; then `halfstep train segment --data_dir FOLDER` is run with no other setting
+than its seed. The IoU of buildings is measured on the 118 crops of three orthophotos of which nothing was in the
+folder, with `halfstep predict`; beside it stands the IoU of calling every pixel a building. The minutes are those of
+the command on the clock, the pictures of its evaluations included; `cpu_minutes` is what it and its processes
+computed, on a machine that others may have used at the same time. `--record` keeps the result beside this file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
     given = parser.parse_args()
     source = cache_folder() / "data" / "aerial_buildings"
     if not source.is_dir():
-        sys.exit(f"there is no {source}; do: halfstep data get aerial_buildings")
+        sys.exit(f"there is no {source}; do: python -m benchmarks.sets aerial_buildings")
     report = measured(source, given.out, given.seed)
     if given.record:
         RECORD.write_text(json.dumps(report, indent=1) + "\n")

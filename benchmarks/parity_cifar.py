@@ -60,7 +60,7 @@ class Pictures:
 def pictures() -> Pictures:
     folder = cache_folder() / "data" / "cifar10"
     if not folder.exists():
-        sys.exit(f"there is no {folder}; do: scripts/data cifar10")
+        sys.exit(f"there is no {folder}; do: halfstep data get cifar10")
     return Pictures(_read(folder / "train", TRAIN), _read(folder / "val", VAL))
 
 

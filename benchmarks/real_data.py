@@ -2,9 +2,9 @@
 
     python benchmarks/real_data.py [--recipes aerial_buildings cifar10] [--seeds 3] [--set train.epochs=4] [--write]
 
-Needs `halfstep data get NAME` once for aerial_buildings and cifar10. The two runs of a seed are the trainer's own,
-with everything it does, in one process and step by step in turns, so that whatever else the machine does falls on
-both. The speed-up is the median over the pairs of steps; the first step of each epoch, in which the
+Needs `python -m benchmarks.sets aerial_buildings` and `halfstep data get cifar10` once. The two runs of a seed are the
+trainer's own, with everything it does, in one process and step by step in turns, so that whatever else the machine
+does falls on both. The speed-up is the median over the pairs of steps; the first step of each epoch, in which the
 epoch before is evaluated, is left out. Time per epoch is the median step times the steps of an epoch. `--write` keeps
 the table beside this file.
 """
@@ -42,7 +42,8 @@ HERE = Path(__file__).parent
 
 def prepared(name: str, precision: str, seed: int, folder: Path, settings: list[str]) -> Loop:
     """A run that is ready for its first step."""
-    found = read_recipe(name)
+    own = HERE / "recipes" / f"{name}.yaml"
+    found = read_recipe(str(own) if own.exists() else name)
     kind = task_class(found.raw["task"])
     changes = [f"precision={precision}", f"train.seed={seed}", f"run.dir={folder}", *settings]
     recipe = resolve(found.raw, kind.schema, read_settings(changes, kind.schema), found.label).recipe

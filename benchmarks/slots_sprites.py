@@ -2,10 +2,10 @@
 
     python benchmarks/slots_sprites.py [--out runs/slots_sprites] [--record]
 
-Needs `halfstep data get dsprites` once. The run is `halfstep train slots_sprites`, as it ships; one that is finished in
-`--out` is taken as it is. `untrained` is the same model with the weights it began with, `random` a slot drawn for each
-pixel by itself. FG-ARI and mBO are over the validation clips. `--record` keeps the result beside this file, and clips
-with their slots in docs/slots_masks.png.
+Needs `python -m benchmarks.sets dsprites` once. The run is `halfstep train benchmarks/recipes/slots_sprites.yaml`; one
+that is finished in `--out` is taken as it is. `untrained` is the same model with the weights it began with, `random` a
+slot drawn for each pixel by itself. FG-ARI and mBO are over the validation clips. `--record` keeps the result beside
+this file, and clips with their slots in docs/slots_masks.png.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def untrained(finished: Finished) -> torch.nn.Module:
 
 def measure(out: Path) -> tuple[dict[str, Any], Finished]:
     if not (out / RESULT).exists():
-        halfstep.fit("slots_sprites", precision="bf16", settings=[f"run.dir={out}"])
+        halfstep.fit(
+            Path(__file__).parent / "recipes" / "slots_sprites.yaml", precision="bf16", settings=[f"run.dir={out}"]
+        )
     result = json.loads((out / RESULT).read_text())
     finished = open_finished(out, weights="best", precision=None, own=None)
     return {

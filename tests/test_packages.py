@@ -136,7 +136,13 @@ def test_every_extra_that_an_error_names_is_there() -> None:
     assert {"train", "vision"} <= named <= set(PROJECT["optional-dependencies"])
 
 
-DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "pynvml": "nvidia-ml-py", "huggingface_hub": "timm"}
+DISTRIBUTIONS = {
+    "mlflow": "mlflow-skinny",
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+    "pynvml": "nvidia-ml-py",
+    "huggingface_hub": "timm",
+}
 DISTRIBUTIONS |= {"segmentation_models_pytorch": "segmentation-models-pytorch", "pytorch_lightning": "lightning"}
 DISTRIBUTIONS |= {"torchmetrics": "lightning", "typing_extensions": "torch"}
 DISTRIBUTIONS |= {"markupsafe": "jinja2", "pydantic_core": "pydantic"}

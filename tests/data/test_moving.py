@@ -15,9 +15,9 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_tensors
 
+from benchmarks.sets import dsprites
 from halfstep.data.fingerprint import fingerprint
-from halfstep.data.sets import dsprites
-from halfstep.data.sets.packages import DownloadFailed
+from halfstep.data.sets.downloads import DownloadFailed
 from halfstep.data.synthetic.moving_sprites import FILE, MovingSprites, ShapeStamps, SpriteStamps, trimmed
 from halfstep.errors import BadData, WrongUse
 
@@ -193,9 +193,9 @@ def test_of_all_places_of_a_sprite_the_middle_one_is_kept(tmp_path: Path, monkey
     monkeypatch.setattr(dsprites, "COUNTS", {"sprites": 3})
     monkeypatch.setattr(dsprites, "_PLACES", 4)
     images = np.random.default_rng(0).integers(0, 2, (3 * 16, 64, 64)).astype(np.uint8)
-    done: list[int] = []
-    dsprites.make(wheel(tmp_path / "a.whl", images), tmp_path, done.append)
-    assert sum(done) == dsprites.count(tmp_path)["sprites"] == 3
+    done: list[None] = []
+    dsprites.write_sprites(wheel(tmp_path / "a.whl", images), tmp_path, lambda: done.append(None))
+    assert len(done) == dsprites.count(tmp_path)["sprites"] == 3
     assert np.array_equal(SpriteStamps(tmp_path)._masks, images[10::16] > 0)
     with pytest.raises(DownloadFailed, match="47, 64, 64"):
-        dsprites.make(wheel(tmp_path / "b.whl", images[:-1]), tmp_path, done.append)
+        dsprites.write_sprites(wheel(tmp_path / "b.whl", images[:-1]), tmp_path, lambda: done.append(None))

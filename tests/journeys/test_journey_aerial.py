@@ -21,7 +21,7 @@ PHOTOGRAPHS, MINUTES, IOU = 100, 10, 0.6
 def buildings(desk: Desk) -> Desk:
     """Every fourth or so of the training photographs, as a folder of one's own; the set's validation is elsewhere."""
     if not SET.exists():
-        pytest.skip("halfstep data get aerial_buildings")
+        pytest.skip("python -m benchmarks.sets aerial_buildings")
     chosen = sorted((SET / "train" / "images").iterdir())
     chosen = [chosen[number * len(chosen) // PHOTOGRAPHS] for number in range(PHOTOGRAPHS)]
     for kind in ("images", "masks"):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -64,11 +65,14 @@ class Store:
         self.experiments[name] = str(len(self.experiments) + 1)
         return {"experiment_id": self.experiments[name]}
 
-    def _create_run(self, experiment_id: str, run_name: str, start_time: int, tags: list[Any]) -> dict[str, Any]:
+    def _create_run(
+        self, experiment_id: str, run_name: str, start_time: int, tags: list[Any], user_id: str = ""
+    ) -> dict[str, Any]:
         assert experiment_id in [*self.experiments.values(), "7"]
-        run = f"{len(self.runs) + 1:032x}"
+        run = uuid.uuid4().hex  # the client keeps what it knows of a run, by its id
         info = {
             "run_id": run,
+            "user_id": user_id,
             "run_name": run_name,
             "experiment_id": experiment_id,
             "status": "RUNNING",
@@ -78,7 +82,9 @@ class Store:
         self.runs[run] = {"info": info, "metrics": [], "params": {}, "tags": {tag["key"]: tag["value"] for tag in tags}}
         return {"run": {"info": info}}
 
-    def _update(self, run_id: str, status: str, end_time: int | None = None) -> dict[str, Any]:
+    def _update(
+        self, run_id: str, status: str, end_time: int | None = None, run_uuid: str | None = None
+    ) -> dict[str, Any]:
         if status not in ("RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED"):
             raise invalid(f"Invalid value {status} for parameter 'status'")
         info = self._run(run_id)["info"]

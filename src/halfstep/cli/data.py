@@ -41,7 +41,7 @@ def run(
     if action == "list":
         _list(json)
     elif what is None:
-        kind, example = ("FOLDER", "photos") if action == "check" else ("NAME", "aerial_buildings")
+        kind, example = ("FOLDER", "photos") if action == "check" else ("NAME", "cifar10")
         raise WrongUse(
             f"{action} what?", allowed=f"halfstep data {action} {kind}", do=f"halfstep data {action} {example}"
         )

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from halfstep.data.image_files import SUFFIXES, existing
+from halfstep.data.sets import NAMES
 from halfstep.errors import BadData, unknown_name
 from halfstep.files import cache_folder
 
@@ -23,7 +24,7 @@ PREFIX = "cache:"
 
 
 def data_place(path: str) -> Path:
-    """Return the path; `cache:NAME` is what `halfstep data get NAME` makes.
+    """Return the path; `cache:NAME` is a folder in the cache, such as `halfstep data get NAME` makes.
 
     Raises BadData where that is missing, or where this user may not look into the folder.
     """
@@ -40,8 +41,8 @@ def data_place(path: str) -> Path:
     if not folder.is_dir():
         raise BadData(
             f"the data set {name!r} is not in {folder.parent}",
-            allowed="a data set that was made before",
-            do=f"halfstep data get {name}",
+            allowed="a folder that is there, such as those that halfstep data get makes",
+            do=f"halfstep data get {name}" if name in NAMES else "data.path: the path of your own folder",
         )
     return folder.joinpath(below)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -64,7 +64,7 @@ class Measured:
     """The end of a part that passed: a few words for the table, and the figures behind them."""
 
     figure: str
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, object] = field(default_factory=dict)
 
 
 def require(holds: bool, otherwise: str) -> None:

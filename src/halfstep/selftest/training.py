@@ -24,7 +24,7 @@ from halfstep.train.task import Split, Task
 
 STEPS, SAVED_EVERY = 24, 4
 WAITING = "waiting"
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: dict[str, object] = {
     "task": "selftest",
     "optimizer.lr": 0.01,
     "schedule.warmup_steps": 3,

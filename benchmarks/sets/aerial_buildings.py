@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 
 from PIL import Image, ImageDraw
 
-from halfstep.data.sets.packages import Bar, PyPI, member_bytes
+from benchmarks.sets.packages import PyPI, member_bytes
+from halfstep.data.sets.downloads import OnProgress, OnSample
 
 ABOUT = "Aerial photographs of 224 px with masks of buildings; images/ and masks/ (78 MB download)"
 PACKAGE = PyPI(
@@ -33,12 +34,17 @@ _SIZE = 224
 Polygon = list[tuple[float, float]]
 
 
-def make(archive: Path, into: Path, bar: Bar) -> None:
-    """Write the images and masks of `archive` to `into`."""
+def fetch(folder: Path, on_progress: OnProgress) -> None:
+    """Download the package."""
+    PACKAGE.fetch(folder)
+
+
+def make(downloads: Path, into: Path, on_sample: OnSample) -> None:
+    """Write the images and masks to `into`."""
     for split in COUNTS:
         for kind in ("images", "masks"):
             (into / split / kind).mkdir(parents=True)
-    with tarfile.open(archive, "r:gz") as package:
+    with tarfile.open(PACKAGE.fetch(downloads), "r:gz") as package:
         content = {m.name.removeprefix(f"{_INSIDE}/"): member_bytes(package, m) for m in package if _wanted(m)}
     rows = list(csv.DictReader(io.StringIO(content["polygonrnn_dataset.csv"].decode())))
     buildings = defaultdict(list)
@@ -46,7 +52,7 @@ def make(archive: Path, into: Path, bar: Bar) -> None:
         buildings[row["original_image_path"]].append(_rings(row["original_polygon_wkt"]))
     for row in rows:
         _write(into, row, content[row["image"]], buildings[row["original_image_path"]])
-        bar(1)
+        on_sample()
 
 
 def count(folder: Path) -> dict[str, int]:

@@ -1,0 +1,17 @@
+"""Get a data set of the benchmarks into the cache: `python -m benchmarks.sets NAME`."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.sets import aerial_buildings, dsprites, groceries
+from halfstep.data.sets.getting import get
+
+SETS = {"aerial_buildings": aerial_buildings, "dsprites": dsprites, "groceries": groceries}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=SETS)
+    name = parser.parse_args().name
+    folder, counts = get(name, SETS)
+    print(f"{name} ok: {', '.join(f'{count} {split}' for split, count in counts.items())} in {folder}")
