@@ -65,9 +65,10 @@ def run(
     if json:
         print_json({**found.as_dict(), "files": files})
     else:
-        from halfstep.cli.pages.bench import show
+        from halfstep.draw.terminal import show_page
+        from halfstep.measure.bench.page import bench_page
 
-        show(found, files)
+        show_page(bench_page(found, files))
     end(found.interrupted)
     if found.baseline.failed:  # no comparison without a baseline
         raise typer.Exit(SOFTWARE)

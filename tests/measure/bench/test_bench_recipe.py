@@ -79,7 +79,7 @@ def test_the_figures_are_those_of_the_runs(both: tuple[Bench, Bench, Path]) -> N
 def test_the_report_is_three_files(both: tuple[Bench, Bench, Path]) -> None:
     _, found, folder = both
     files = write_report(found, folder)
-    assert [path.name for path in files] == ["bench.json", "bench.md", "bench.png"]
+    assert [path.name for path in files] == ["bench.json", "bench.md", "bench.svg"]
     kept = json.loads(files[0].read_text(), parse_constant=pytest.fail)
     assert kept["settings"] == list(SHORT)
     assert kept["rows"][1]["parity"]["verdict"] == "can't tell"  # of two seeds

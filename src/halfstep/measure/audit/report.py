@@ -10,14 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from halfstep.draw.notebook import ShownAsPage
 from halfstep.formats import name_of
 from halfstep.json_data import JsonResult
+from halfstep.measure.audit.page import audit_page
 from halfstep.measure.audit.watched import ModuleWork, ObservedStep
 from halfstep.measure.survival import Gradients, squares
 from halfstep.measure.survival_report import named, where
 from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Range, Ranges
 from halfstep.observe.lint.listener import Spotted
 from halfstep.observe.recorder import OUTSIDE
+from halfstep.page import Page
 from halfstep.precision.island import islands
 
 # -- islands ----------------------------------------------------------------------------------------------------------
@@ -205,7 +208,7 @@ def _numbers(ranges: Ranges | None, module: str, parts: tuple[str, ...]) -> Numb
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit(JsonResult):
+class Audit(JsonResult, ShownAsPage):
     """Which format each part of a model is in, and the effect on its values."""
 
     subject: str
@@ -234,8 +237,9 @@ class Audit(JsonResult):
         *("loss_scale", "modules", "islands", "findings", "notes", "stopped", "interrupted"),
     )
 
-    def __str__(self) -> str:
-        return "\n".join([f"{self.precision}: {self.verdict}", *(str(one.finding) for one in self.spotted)])
+    def page(self) -> Page:
+        """Return the page about it."""
+        return audit_page(self)
 
     @property
     def verdict(self) -> str:

@@ -8,14 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import FolderTaken, MissingExtra
-from halfstep.files import read_json, write_json, write_text
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.errors import FolderTaken
+from halfstep.files import read_json, write_json
 from halfstep.journal import numbers
 from halfstep.journal.jsonl import in_strict_json
 from halfstep.json_data import JsonResult, json_data
 from halfstep.measure.bench.comparison import BenchMetric, BenchRow, Gain, margin_over
 from halfstep.measure.conditions import Conditions, busy, in_words
 from halfstep.measure.parity import Margin, ParityTest
+from halfstep.page import Page
 
 # -- words ------------------------------------------------------------------------------------------------------------
 # Format the figures of a bench as text, once for every place that shows them.
@@ -247,7 +249,7 @@ def many(count: int, word: str) -> str:
 
 
 @dataclass(frozen=True)
-class Bench(JsonResult):
+class Bench(JsonResult, ShownAsPage):
     """Candidates compared with strict fp32, which is the first row."""
 
     name: str
@@ -263,9 +265,6 @@ class Bench(JsonResult):
     """Deviations from the plan that cost no figure."""
     raced: bool = False
     """Whether speed is from a race of all candidates instead of their runs."""
-
-    def __str__(self) -> str:
-        return "\n".join([*self.verdicts, *self.asides])
 
     @property
     def baseline(self) -> BenchRow:
@@ -317,30 +316,21 @@ class Bench(JsonResult):
         }  # fmt: skip
         return in_strict_json(json_data(plain))
 
+    def page(self) -> Page:
+        """Return the page about it."""
+        from halfstep.measure.bench.page import bench_page
+
+        return bench_page(self)
+
     def markdown(self) -> str:
-        """Return the sentences, the table and the conditions as Markdown."""
-        shown = columns(self.metric, self.price_per_hour, configs=self.has_configs)
-        lines = [*(f"**{sentence}**  " for sentence in map(_escaped, self.verdicts)), ""]
-        lines += [f"{aside}  " for aside in map(_escaped, self.asides)] + [""] * bool(self.asides)
-        if self.interrupted:
-            # A report of a part must not be mistaken for a whole one.
-            lines += ["Interrupted: these are the runs that were finished.", ""]
-        lines += ["| Hardware | " + " | ".join(shown) + " |", "|---" * (len(shown) + 1) + "|"]
-        hardware = _escaped(self.conditions.get("device", ""))
-        for row in self.rows:
-            cells = [hardware, *(_escaped(cell(row, self.baseline)) for cell in shown.values())]
-            lines.append("| " + " | ".join(cells) + " |")
-        return "\n".join(
-            [*lines, "", _escaped(footnote(self.conditions, self.seeds, self.metric, raced=self.raced)), ""]
-        )
+        """Return the page as Markdown, for a pull request or a log."""
+        from halfstep.draw.markdown import markdown
 
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+        return markdown(self.page())
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
-# Write the result of a bench as files: JSON, Markdown and a chart.
+# Write the result of a bench as files: JSON, Markdown and charts.
 
 
 def check_folder(folder: Path, name: str) -> None:
@@ -361,14 +351,8 @@ def check_folder(folder: Path, name: str) -> None:
 
 
 def write_report(bench: Bench, folder: Path) -> list[Path]:
-    """Write bench.json, bench.md and, if matplotlib is installed, bench.png; return the paths written."""
-    files = {name: folder / f"bench.{name}" for name in ("json", "md", "png")}
-    content = bench.as_dict()
-    write_json(files["json"], content)
-    write_text(files["md"], bench.markdown())
-    try:
-        from halfstep.draw.bars import draw_bars
-    except MissingExtra:
-        return [files["json"], files["md"]]
-    draw_bars(content, files["png"])
-    return list(files.values())
+    """Write bench.json, bench.md and its charts, bench.svg; return the paths written."""
+    from halfstep.draw.markdown import write_markdown
+
+    write_json(folder / "bench.json", bench.as_dict())
+    return [folder / "bench.json", *write_markdown(bench.page(), folder / "bench.md")]
