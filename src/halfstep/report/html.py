@@ -33,9 +33,7 @@ def page_of(sources: Sequence[Source], *, refresh: int | None = None) -> str:
         run = sources[n]
         assert isinstance(run, RunFacts)
         pictured[n] = pictures_of(run.folder, run.best[1], room // len(runs))
-    return (
-        html_document(pages_of(sources, pictured), title=title, refresh=refresh) if any(pictured.values()) else without
-    )
+    return html_document(pages_of(sources, pictured), title=title, refresh=refresh) if pictured else without
 
 
 def pages_of(sources: Sequence[Source], pictured: Pictured | None = None) -> list[Page]:
