@@ -289,7 +289,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 _EXTRAS = {
-    "train": {"jinja2", "matplotlib", "numpy", "psutil", "pydantic", "safetensors", "tensorboard", "yaml"},
+    "train": {"numpy", "psutil", "pydantic", "safetensors", "tensorboard", "yaml"},
     "vision": {"PIL", "segmentation_models_pytorch", "timm", "torchvision"},
     "diffusion": {"diffusers"},
     "video": {"av"},

@@ -350,6 +350,5 @@ class Page:
 def finding_box(id: str, severity: str, evidence: str, fix: str, place: str = "") -> Box:
     """Return the box of a finding: its id, its place if it has one, its evidence and its fix."""
     tone: Style = {"error": "bad", "warning": "warn"}.get(severity, "note")  # type: ignore[assignment]
-    title = (Span(f"{severity} {id}", tone), *([f"  {place}"] if place else []))
-    blocks = (Paragraph(evidence), *([Command(fix, "do: ", is_prose=True)] if fix else []))
-    return Box(title, blocks, tone)
+    do = (Command(fix, "do: ", is_prose=True),) if fix else ()
+    return Box((Span(f"{severity} {id}", tone), f"  {place}" if place else ""), (Paragraph(evidence), *do), tone)

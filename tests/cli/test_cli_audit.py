@@ -179,18 +179,6 @@ def test_modules_that_differ_by_a_number_are_one_row() -> None:
 )
 def test_a_share_is_100_percent_only_where_it_is_all_of_it(share: float, shown: str) -> None:
     assert format_share(share) == shown
-        numbers = None if bits is None else Numbers(1.0, bits, bits / 10)
-        return ModuleRow(
-            module=module, kind="Linear", stored={"fp32": 1}, computed={format: 1.0}, saved={}, flops={}, share=0.1,
-            island=None, forward=numbers, backward=None,
-        )  # fmt: skip
-
-    rows = [row("a.0.b", 3.0), row("a.1.b", 1.0), row("a.2.b", 2.0, "fp32"), row("a.x.b", None), row("a12.b", None)]
-    found = grouped(rows)
-    assert [one.pattern for one in found] == ["a.*.b", "a.2.b", "a.x.b", "a12.b"]
-    assert (found[0].headroom_bits("forward"), found[0].underflow("forward")) == (1.0, 0.3)
-    assert (found[2].headroom_bits("forward"), found[2].underflow("forward")) == (None, None)
-    assert found[0].share == pytest.approx(0.2)
 
 
 def infinite() -> tuple[nn.Module, Any, Tensor]:

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from halfstep.draw.thinning import MOST_POINTS, Point, Spans, Thinned
 from halfstep.errors import OtherForm
 from halfstep.journal import jsonl, summary
 from halfstep.journal.events import Event
 from halfstep.journal.jsonl import JOURNAL, as_line, lines_backwards, read_event
 from halfstep.journal.summary import MOST_CURVES, MOST_EVENTS, MOST_SKIPS, STEP_CURVES, Summary, summarize
-from halfstep.draw.thinning import MOST_POINTS, Point, Spans, Thinned
 from halfstep.journal.thinning import MOST_NAMES, OTHER, Subsample, number
 from tests.journal.told import end, epoch, note, speed, start, step, whole_run
 

@@ -56,7 +56,7 @@ class Axis:
             low, high = (round(math.log(end, self.base)) for end in (self.low, self.high))
             return [self.base**power for power in range(low, high + 1, math.ceil((high - low + 1) / most))]
         step = self.step or _nice((self.high - self.low) / (most - 1))
-        step = max(step, 1.0) if whole else step
+        step = max(math.ceil(step), 1.0) if whole else step
         first = math.ceil(self.low / step - 1e-9)
         return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
 

@@ -24,7 +24,8 @@ def draw_curves(run: Series | Iterable[Mapping[str, Any]], path: Path) -> None:
     charts.append(rate_curves((of_steps, series.lr)))
     if is_scaled(series.loss_scale):
         charts.append(scale_curves((of_steps, series.loss_scale), series.skips))
-    write_svg(charts, path, series.title)
+    lost = "no finite loss" if charts[0].is_empty and of_steps else ""
+    write_svg(charts, path, ", ".join(filter(None, [series.title, lost])))
 
 
 def loss_curves(train: Points, val: Points, skips: Skips, form: Form = short_number) -> Curves:

@@ -12,6 +12,7 @@ from pathlib import Path
 from halfstep._version import __version__
 from halfstep.draw.svg import FigureRow, chart_style, escaped, figure_of
 from halfstep.page import (
+    Bars,
     Block,
     Box,
     Chart,
@@ -208,7 +209,9 @@ def _charts(charts: Sequence[Chart]) -> str:
     # The charts of the last rows, which have two each; all rows before have three.
     in_pairs = {0: 0, 1: 4, 2: 2}[len(small) % 3]
     for n, chart in enumerate(small):
-        place = "alone" if len(small) == 1 else "w3" if n >= len(small) - in_pairs else "w2"
+        place = "w3" if n >= len(small) - in_pairs else "w2"
+        if len(small) == 1:
+            place = "w6" if isinstance(chart, Bars) else "alone"
         figures.append(_figure(chart, place + (" odd" if n == len(small) - 1 and len(small) % 2 else "")))
     return f'<div class="grid">{"".join(figures)}</div>'
 

@@ -25,7 +25,7 @@ from halfstep.page import Bars, Chart, Curve, Curves, Interval, Intervals, Node,
 from halfstep.printable import printable, shortened
 
 WIDTH, HEIGHT = 360.0, 214.0
-LEFT, RIGHT, TOP, BOTTOM = 60.0, 8.0, 10.0, 38.0
+LEFT, RIGHT, TOP, BOTTOM = 66.0, 8.0, 10.0, 38.0
 BINS = 150
 """Spans of a curve; each keeps its least and largest number."""
 HOVERS = 60

@@ -33,6 +33,6 @@ def memory_bars(uses: Sequence[MemoryUse], title: str) -> Bars:
             pieces = tuple(Piece(part, size, f"{part}: {numbers.size(size)}") for part, size in parts.items())
             bars.append(Bar(f"{use.name}, predicted", numbers.size(sum(parts.values())), pieces))
         if use.measured is not None and is_drawable(use.measured):
-            size = numbers.size(use.measured)
-            bars.append(Bar(f"{use.name}, measured", size, (Piece("measured", use.measured, f"measured: {size}"),)))
+            words = numbers.size(use.measured)
+            bars.append(Bar(f"{use.name}, measured", words, (Piece("measured", use.measured, f"measured: {words}"),)))
     return Bars(title, tuple(bars), "predicted in parts, and measured")

@@ -50,18 +50,22 @@ def run_page(run: RunFacts, pictures: Sequence[Picture] = (), left_out: Sequence
     found = incidents(run)
     blocks: list[Block] = [Paragraph(run.verdict), Pairs(tuple(chips), chips=True)]
     blocks += _incidents(run, found) if found or tone == "bad" else []
-    blocks += [*_curves(run), *_samples(pictures, left_out)] if not found else _samples(pictures, left_out)
-    blocks += _curves(run) if found else []
-    blocks += [Heading("Precision"), Pairs(tuple(precision_rows(run)))]
-    blocks += run_details(run)
+    # Samples come second; where there are none, at the end.
+    samples = [*_samples(pictures, left_out)]
+    has_samples = bool(pictures or left_out)
+    blocks += samples if has_samples and found else []
+    blocks += _curves(run)
+    blocks += samples if has_samples and not found else []
+    blocks += [Heading("Precision"), Pairs(tuple(precision_rows(run))), *run_details(run)]
+    blocks += samples if not has_samples else []
     return Page(run.label, tuple(blocks), str(run.folder))
 
 
 def run_details(run: RunFacts) -> Iterator[Block]:
     """Yield what is known besides curves and incidents."""
-    yield Heading("Speed")
+    yield Heading("Speed and memory while it ran")
     none = Paragraph((Span("Not measured: a run measures every ", "dim"), Span("run.log_every", "code"), " steps."))
-    yield from charts_of(*speed_of(run)) or (none,)
+    yield from charts_of(*speed_of(run), memory_of(run)) or (none,)
     yield from _memory(run)
     yield from _model(run)
     yield from _headroom(run)
@@ -145,9 +149,9 @@ def _examine(run: RunFacts) -> Command:
 
 
 def _memory(run: RunFacts) -> Iterator[Block]:
-    yield Heading("Memory")
+    yield Heading("Memory of an update")
     bars = _memory_bars(run)
-    yield from charts_of(bars, memory_of(run))
+    yield from charts_of(bars)
     if not any("predicted" in bar.name for bar in bars.bars):
         yield Paragraph("No prediction was recorded.")
         yield _examine(run)
