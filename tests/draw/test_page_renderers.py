@@ -37,7 +37,9 @@ from halfstep.page import (
 from tests.report.looked_at import Page as Parsed
 
 LOSS = Curves("Loss", (Curve("train", [1, 2, 3], [3.0, 2.0, 1.0]),), y_title="loss")
-SHARES = Bars("Time", (Bar("matrix work", "80%", (Piece("work", 0.8),)), Bar("other", "20%", (Piece("work", 0.2),))), "", 1.0)  # fmt: skip
+WORK, REST = (Bar(name, words, (Piece("work", size),)) for name, words, size in
+              (("matrix work", "80%", 0.8), ("other", "20%", 0.2)))  # fmt: skip
+SHARES = Bars("Time", (WORK, REST), whole=1.0)
 PAGE = Page(
     "a <result>",
     (

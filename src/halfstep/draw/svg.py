@@ -384,7 +384,7 @@ def _file_style() -> str:
     rules = found.split("/* rules */")[1]
 
     def resolved(colors: dict[str, str]) -> str:
-        return re.sub(r"var\(--([a-z0-9-]+)\)", lambda match: colors.get(match[1], light[match[1]]), rules)
+        return re.sub(r"var\(--([a-z0-9-]+)\)", lambda match: colors.get(match[1]) or light[match[1]], rules)
 
     return f"{resolved(light)}@media (prefers-color-scheme: dark) {{{resolved(dark)}}}"
 

@@ -131,11 +131,13 @@ def _grid(table: Table) -> RichTable:
 def _fill(found: RichTable, table: Table, places: Sequence[int]) -> None:
     for place in places:
         column = table.columns[place]
-        overflow = "fold" if column.wrap == "fold" else "ellipsis"
         found.add_column(
-            column.title, justify=column.align, no_wrap=column.wrap == "never", max_width=column.widest,
-            overflow=overflow,
-        )  # fmt: skip
+            column.title,
+            justify=column.align,
+            no_wrap=column.wrap == "never",
+            max_width=column.widest,
+            overflow="fold" if column.wrap == "fold" else "ellipsis",
+        )
     for row in table.rows:
         if row:
             found.add_row(*(rich_text(row[place]) for place in places))
