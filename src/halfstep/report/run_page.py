@@ -193,7 +193,9 @@ def _model(run: RunFacts) -> Iterator[Block]:
         return
     device = text(audit.get("device"), 200) or "a device that is not named"
     how = f"One step of the recipe's model on {device}, with random weights. Hover over a module for its shares."
-    yield from (Paragraph(f"{text(audit.get('verdict'), 400)}."), *charts, Paragraph(Span(how, "dim")))
+    yield Paragraph(f"{text(audit.get('verdict'), 400)}.")
+    yield from charts
+    yield Paragraph(Span(how, "dim"))
 
 
 def _tree(modules: Iterable[Mapping[str, Any]]) -> Tree:
@@ -209,7 +211,7 @@ def _tree(modules: Iterable[Mapping[str, Any]]) -> Tree:
 
 def _headroom(run: RunFacts) -> Iterator[Block]:
     yield Heading("Headroom")
-    parts = []
+    parts: list[tuple[Block, ...]] = []
     chart = charts_of(headroom_of(run))
     if chart:
         how = "While it trained: the bits between the largest output of the tightest module and the end of its format."
@@ -220,8 +222,8 @@ def _headroom(run: RunFacts) -> Iterator[Block]:
     audited = _audited_modules(fields(run.examined.get("audit")))
     if audited:
         how = "In one step of the audit, the modules with the least."
-        columns = (Column("Module"), Column("Bits left", "right"), Column("Computes in"), Column("Kind"))
-        parts.append((Paragraph(Span(how, "dim")), Table(columns, tuple(audited))))
+        heads = (Column("Module"), Column("Bits left", "right"), Column("Computes in"), Column("Kind"))
+        parts.append((Paragraph(Span(how, "dim")), Table(heads, tuple(audited))))
     if parts:
         yield SideBySide(tuple(parts))
     else:
