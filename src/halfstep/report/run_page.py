@@ -26,6 +26,7 @@ from halfstep.page import (
     Span,
     Style,
     Table,
+    Text,
     Tree,
     charts_of,
 )
@@ -46,7 +47,7 @@ _LEVELS: dict[str, Style] = {LOW: "good", HIGH: "bad"}
 def run_page(run: RunFacts, pictures: Sequence[Picture] = (), left_out: Sequence[str] = ()) -> Page:
     """Return the page of one run, with these of its pictures, and why others were left out."""
     tone = _TONES.get(run.state.word, "bad")
-    chips = [("", Span(run.state.word, tone)), ("", run.chosen), *figure_rows(run)]
+    chips: list[tuple[str, Text]] = [("", Span(run.state.word, tone)), ("", run.chosen), *figure_rows(run)]
     found = incidents(run)
     blocks: list[Block] = [Paragraph(run.verdict), Pairs(tuple(chips), chips=True)]
     blocks += _incidents(run, found) if found or tone == "bad" else []
