@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ class Node:
     children: tuple[Node, ...] = ()
     outlined: bool = False
 
-    @property
+    @cached_property
     def total(self) -> float:
         return sum(self.sizes.values()) + sum(child.total for child in self.children)
 

@@ -193,6 +193,30 @@ def test_a_run_that_was_given_up_says_why_and_what_to_do(troubled: dict[str, Pat
     assert "Why it ended" in Page(page_of([run])).text
 
 
+def test_samples_that_could_not_be_used_are_an_incident(tmp_path: Path) -> None:
+    lost = [
+        {"event": "bad_sample", "rank": 0, "name": f"{n}.png", "reason": "truncated", "index": n, "replacement": n - 1}
+        for n in range(30)
+    ]
+    run = read_run(write_run(tmp_path / "run", [*whole()[:-1], *lost, whole()[-1]]))
+    (found,) = incidents(run)
+    assert (found.cause, found.sentence) == ("bad samples", "30 samples could not be used")
+    assert (found.evidence[0], found.evidence[-1], len(found.evidence)) == ("0.png: truncated", "and 10 more", 21)
+    assert len(found.done) == 2, "one was left out of an evaluation"
+    page = looked_at(tmp_path / "run")
+    assert page.text.index("30 samples could not be used") < page.text.index("Curves")
+    assert run.as_dict()["incidents"][0]["cause"] == "bad samples"
+
+
+def test_each_class_has_its_curve(tmp_path: Path) -> None:
+    events = [
+        {**one, "val": {**one["val"], "iou_cat": 0.5, "iou_dog": 0.25}} if one["event"] == "epoch" else one
+        for one in whole()
+    ]
+    labels = [one.get("aria-label") for one in looked_at(write_run(tmp_path / "run", events)).all("svg")]
+    assert "Validation IoU by class: dog, cat" in labels
+
+
 # -- what the precision means -----------------------------------------------------------------------------------------
 
 
