@@ -37,7 +37,7 @@ from halfstep.files import cache_folder
 from halfstep.host_memory import keep_freed_memory
 from halfstep.measure.bench.bench import compare
 from halfstep.measure.bench.comparison import BenchMetric, RunResult, smoothed
-from halfstep.measure.bench.report import Bench
+from halfstep.measure.bench.page import Bench
 from halfstep.measure.conditions import conditions
 from halfstep.precision.precision import spare_half_convolutions
 

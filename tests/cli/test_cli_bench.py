@@ -20,8 +20,7 @@ from halfstep.cli.main import build
 from halfstep.draw.terminal import show_page
 from halfstep.measure.bench.bench import compare
 from halfstep.measure.bench.comparison import BenchMetric, RunFailed, RunResult
-from halfstep.measure.bench.page import bench_page, next_command
-from halfstep.measure.bench.report import Bench
+from halfstep.measure.bench.page import Bench, bench_page, next_command
 
 CASE = "tests.support.cases:linear"
 

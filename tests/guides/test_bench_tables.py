@@ -13,8 +13,7 @@ from halfstep.cli.main import build
 from halfstep.errors import HalfstepError, WrongUse
 from halfstep.measure.bench.bench import bench, compare, usual_candidates
 from halfstep.measure.bench.comparison import BenchMetric, Config, RunResult, read_candidates
-from halfstep.measure.bench.page import next_command
-from halfstep.measure.bench.report import Bench
+from halfstep.measure.bench.page import Bench, next_command
 from halfstep.measure.subject import Subject
 
 SMALL = ["data.samples=24", "data.size=16", "train.batch_size=4", "model.width=4", "model.depth=2", "run.pictures=0"]

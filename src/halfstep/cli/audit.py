@@ -14,7 +14,7 @@ from halfstep.errors import GAVE_UP, INTERRUPTED
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
-    from halfstep.measure.audit.report import Audit
+    from halfstep.measure.audit.page import Audit
     from halfstep.measure.subject import Subject
 
 GROUP = "Trouble"

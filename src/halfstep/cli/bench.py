@@ -50,7 +50,7 @@ def run(
     """
     given = subject(recipe, context.args)
     from halfstep.measure.bench.bench import bench
-    from halfstep.measure.bench.report import check_folder, write_report
+    from halfstep.measure.bench.page import bench_page, check_folder, write_report
 
     words = [word for word in (part.strip() for part in precisions.split(",")) if word]
     arms = _arms(given, words, configs, arm or [])
@@ -66,7 +66,6 @@ def run(
         print_json({**found.as_dict(), "files": files})
     else:
         from halfstep.draw.terminal import show_page
-        from halfstep.measure.bench.page import bench_page
 
         show_page(bench_page(found, files))
     end(found.interrupted)

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from halfstep.errors import BadData
 from halfstep.measure.bench.comparison import BenchMetric, Config, Gain, Memory, RunResult, rows_of
-from halfstep.measure.bench.report import Bench, kind
+from halfstep.measure.bench.page import Bench
+from halfstep.measure.bench.report import kind
 from halfstep.measure.conditions import Conditions
 from halfstep.page import Heading, Page, Pairs, Paragraph
 from halfstep.report.json_fields import fields, rows, text, texts

@@ -12,7 +12,7 @@ import pytest
 from halfstep.errors import WrongUse
 from halfstep.measure.bench.bench import compare
 from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, Gain, Memory, RunFailed, RunResult
-from halfstep.measure.bench.report import Bench
+from halfstep.measure.bench.page import Bench
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 
 TOP1 = BenchMetric("top1", higher_is_better=True)

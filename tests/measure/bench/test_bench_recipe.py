@@ -17,7 +17,7 @@ import pytest
 from halfstep.errors import FolderTaken, HalfstepError, WrongUse
 from halfstep.measure.bench.bench import bench
 from halfstep.measure.bench.comparison import RunFailed
-from halfstep.measure.bench.report import Bench, write_report
+from halfstep.measure.bench.page import Bench, write_report
 from halfstep.measure.bench.runs import RecipeCandidate, RunTimeLimit, run_to_end
 
 SHORT = ("train.steps=3", "data.samples=24", "train.batch_size=4", "data.size=16")

@@ -1,4 +1,4 @@
-"""The page of an audit: the verdict, the findings, the modules and islands, and one command to type."""
+"""The result of an audit, and its page: the verdict, the findings, the modules and islands, and one command to type."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.json_data import JsonResult
 from halfstep.measure.audit.model_tree import ModuleFlops, model_tree
+from halfstep.measure.audit.report import IslandVerdict, ModuleRow, Numbers
+from halfstep.observe.lint.listener import Spotted
 from halfstep.page import (
     Block,
     Column,
@@ -25,9 +28,6 @@ from halfstep.page import (
     finding_box,
 )
 
-if TYPE_CHECKING:
-    from halfstep.measure.audit.report import Audit, IslandVerdict, ModuleRow, Numbers
-
 _MOST_MODULES = 12
 _MIXED = 0.995
 _FEW_BITS = 1.0
@@ -35,6 +35,75 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _NEEDED: dict[bool | None, Span] = {
     True: Span("needed", "good"), False: Span("not needed", "warn"), None: Span("unknown", "dim"),
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(JsonResult, ShownAsPage):
+    """Which format each part of a model is in, and the effect on its values."""
+
+    subject: str
+    precision: str
+    format: str
+    """The format expected for its matrix work."""
+    device: str
+    run: bool
+    """Whether values were computed; otherwise formats follow a device's rules and no values are known."""
+    flops: Mapping[str, int]
+    """FLOPs by format, islands included."""
+    share: float | None
+    """Share of the work outside islands that is in that format; None if there is no such work."""
+    island_share: float
+    """Share of all work that is inside islands."""
+    loss: float | None
+    loss_scale: float | None
+    rows: tuple[ModuleRow, ...]
+    islands: tuple[IslandVerdict, ...]
+    spotted: tuple[Spotted, ...]
+    notes: tuple[str, ...]
+    interrupted: bool = False
+    stopped: str | None = None
+    json_keys = (
+        *("subject", "verdict", "precision", "format", "device", "run", "share", "island_share", "flops", "loss"),
+        *("loss_scale", "modules", "islands", "findings", "notes", "stopped", "interrupted"),
+    )
+
+    def page(self) -> Page:
+        """Return the page about it."""
+        return audit_page(self)
+
+    @property
+    def verdict(self) -> str:
+        """Return one line: the share of the work in the expected format, and the number of findings."""
+        if not self.rows and self.interrupted:
+            return "interrupted before a step was seen"
+        work = "all work is in islands" if self.island_share else "no matrix product or convolution was seen"
+        if self.share is not None:
+            outside = " outside islands" if self.island_share else ""
+            enough = f"of the work{outside} in {self.format} as asked"
+            work = f"{_percent(self.share)} {enough}" if self.share >= 0.9 else f"only {_percent(self.share)} {enough}"
+        count = len(self.spotted)
+        worst = sum(one.finding.severity == "error" for one in self.spotted)
+        found = "nothing found" if not count else f"{count} finding{'s' if count > 1 else ''}"
+        errors = "errors" if worst > 1 else "an error"
+        return f"{work}; {found}" + (f", {errors if worst == count else f'{worst} of them {errors}'}" if worst else "")
+
+    @property
+    def modules(self) -> tuple[ModuleRow, ...]:
+        """Return the rows, as JSON names them."""
+        return self.rows
+
+    @property
+    def findings(self) -> tuple[Spotted, ...]:
+        """Return the findings with their places, as JSON names them."""
+        return self.spotted
+
+
+def _percent(share: float) -> str:
+    # 99.95 % and above must not be rounded to 100 %, which means all of it.
+    return "100 %" if share == 1 else f"{min(share, 0.999):.1%}".replace("%", " %")
+
+
+# -- page -------------------------------------------------------------------------------------------------------------
 
 
 def audit_page(audit: Audit, *, every: bool = False, picture: Path | None = None, command: str = "") -> Page:
