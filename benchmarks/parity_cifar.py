@@ -37,7 +37,7 @@ from halfstep.files import cache_folder
 from halfstep.host_memory import keep_freed_memory
 from halfstep.measure.bench.bench import compare
 from halfstep.measure.bench.comparison import BenchMetric, RunResult, smoothed
-from halfstep.measure.bench.report import Bench
+from halfstep.measure.bench.page import Bench
 from halfstep.measure.conditions import conditions
 from halfstep.precision.precision import spare_half_convolutions
 
@@ -217,11 +217,13 @@ def main() -> None:
     under = "; ".join(f"{name} {value}" for name, value in told.items() if name not in ("command", "flags"))
     text = f"`{told['command']}`\n\n{bench.markdown()}\nConditions: {under}.\n\n{last_line(bench)}\n"
     if given.record and not bench.interrupted:
-        from halfstep.draw.bars import draw_bars
+        from halfstep.draw.svg import write_svg
+        from halfstep.measure.bench.page import parity_chart, speed_chart
 
         (HERE / "parity_cifar.json").write_text(json.dumps(recorded(bench), indent=1) + "\n")
         (HERE / "parity_cifar.md").write_text(text)
-        draw_bars(bench.as_dict(), HERE / "parity_cifar.png")
+        charts = [chart for chart in (speed_chart(bench), parity_chart(bench)) if chart is not None]
+        write_svg(charts, HERE / "parity_cifar.svg", bench.name)
     print(text, end="")
 
 

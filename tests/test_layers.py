@@ -13,21 +13,21 @@ SOURCE = Path(__file__).parents[1] / "src" / "halfstep"
 ROOT = SOURCE.parents[1]
 GROUND = {"_version", "errors", "formats", "finding", "clock", "files", "terminal", "user_code", "distributed"}
 GROUND |= {"printable", "status_line", "host_memory", "out_of_memory", "safetensors_header", "slurm", "ownership"}
-GROUND |= {"deadline", "peers", "stop_signals", "launch_variables", "json_data", "status_files"}
+GROUND |= {"deadline", "peers", "stop_signals", "launch_variables", "json_data", "status_files", "page"}
 
 # Every layer, lowest first: its name, the layers that it stands on, and what it owns. It may import those it stands
 # on and all below them. CONTRIBUTING's picture is made from this list: `python -m tests.test_layers`.
 LAYERS: list[tuple[str, tuple[str, ...], str]] = [
-    ("ground", (), "errors, number formats, findings, files, the terminal, ranks, the user's own line"),
-    ("draw", ("ground",), "pictures: curves, bars, sheets, matrices"),
-    ("precision", ("ground",), "names, devices and what they can do, which precision a run gets, islands"),
+    ("ground", (), "errors, number formats, findings, pages as data, files, the terminal, ranks"),
+    ("draw", ("ground",), "pages on the terminal, in HTML, Markdown and notebooks; SVG charts; sheets"),
+    ("precision", ("draw",), "names, devices and what they can do, which precision a run gets, islands"),
     ("observe", ("precision",), "what torch really runs: formats, first non-finite numbers, lint rules"),
     ("step", ("observe",), "one update, all or nothing, on one rank or many"),
     ("guard", ("step",), "alarms, monitors, the diagnosis of a failed step, its repair"),
     ("recipe", ("precision",), "a run as data: its schema, overrides, aliases, mistakes"),
     ("checkpoint", ("ground",), "saves that are complete or not there, and their digests"),
     ("data", ("checkpoint",), "samples: where they come from, their order, their loader, their check"),
-    ("journal", ("recipe", "draw"), "events of a run, and everyone who listens to them"),
+    ("journal", ("recipe",), "events of a run, and everyone who listens to them"),
     ("train", ("guard", "data", "journal"), "the loop, evaluation, resuming, failed steps, the run's folder"),
     ("tasks", ("train",), "segmentation, classification, diffusion, slots, and their models"),
     ("runs", ("tasks",), "a run as commands see it: started, opened again, exported, replayed"),

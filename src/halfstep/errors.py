@@ -1,4 +1,4 @@
-"""The errors that halfstep raises, in one tree; `cli.verify` and `data.sets.packages` add one each.
+"""The errors that halfstep raises, in one tree; `cli.verify` and `data.sets.downloads` add one each.
 
 HalfstepError
 ├── WrongUse               a call that cannot work as it was written
@@ -299,7 +299,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 _EXTRAS = {
-    "train": {"jinja2", "matplotlib", "numpy", "psutil", "pydantic", "safetensors", "tensorboard", "yaml"},
+    "train": {"numpy", "psutil", "pydantic", "safetensors", "tensorboard", "yaml"},
     "vision": {"PIL", "segmentation_models_pytorch", "timm", "torchvision"},
     "diffusion": {"diffusers"},
     "video": {"av"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from typer.testing import CliRunner
 
 from halfstep import island
 from halfstep.cli.main import build
-from halfstep.cli.pages.audit import _share, together
 from halfstep.measure.audit import audit as auditing
+from halfstep.measure.audit.page import format_share, grouped
 from halfstep.measure.audit.report import ModuleRow, Numbers
 
 CASE = "tests.support.cases:linear"
@@ -78,7 +79,7 @@ def test_every_module_is_listed_on_request() -> None:
 
 
 def test_the_command_prints_one_json_object_and_draws(tmp_path: Path) -> None:
-    done = run(PLANTED, "--precision", "bf16", "--json", "--picture", str(tmp_path / "formats.png"))
+    done = run(PLANTED, "--precision", "bf16", "--json", "--picture", str(tmp_path / "formats.svg"))
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert [one["id"] for one in report["findings"]] == ["integers-rounded", "island-not-needed"]
@@ -86,7 +87,8 @@ def test_the_command_prints_one_json_object_and_draws(tmp_path: Path) -> None:
     assert report["findings"][0]["line"].startswith("tests/cli/test_cli_audit.py:")
     assert report["modules"][0]["computed"] == {"bf16": 1.0}
     assert report["islands"][0]["needed"] is False
-    assert (tmp_path / "formats.png").read_bytes().startswith(b"\x89PNG")
+    drawn = ElementTree.parse(tmp_path / "formats.svg")
+    assert any("calm: fp32 100 %" in (title.text or "") for title in drawn.iter("{http://www.w3.org/2000/svg}title"))
 
 
 def test_a_device_that_is_not_here() -> None:
@@ -149,9 +151,10 @@ def test_ctrl_c_before_anything_is_known_is_still_one_json_object(monkeypatch: p
 
 @pytest.mark.wording
 def test_wrong_words_are_told(tmp_path: Path) -> None:
-    done = run(CASE, "--picture", str(tmp_path / "formats.jpg"))
+    done = run(CASE, "--picture", str(tmp_path / "formats.png"))
     assert done.exit_code == 78
-    assert "a .png file" in done.stderr
+    assert "an .svg file" in done.stderr
+    assert f"do: --picture {tmp_path / 'formats.svg'}" in " ".join(done.stderr.split())
     assert run(CASE, "--precision", "bf61").exit_code == 78
     assert run(CASE, "train.batch_size=4").exit_code == 78
     assert run(CASE, "--device", "rtx9999").exit_code == 78
@@ -159,25 +162,25 @@ def test_wrong_words_are_told(tmp_path: Path) -> None:
 
 def test_modules_that_differ_by_a_number_are_one_row() -> None:
     def row(module: str, bits: float | None, format: str = "bf16") -> ModuleRow:
+        numbers = None if bits is None else Numbers(1.0, bits, bits / 10)
         return ModuleRow(
             module=module, kind="Linear", stored={"fp32": 1}, computed={format: 1.0}, saved={}, flops={}, share=0.1,
-            island=None, forward=None if bits is None else Numbers(1.0, bits, bits / 10), backward=None,
+            island=None, forward=numbers, backward=None,
         )  # fmt: skip
 
     rows = [row("a.0.b", 3.0), row("a.1.b", 1.0), row("a.2.b", 2.0, "fp32"), row("a.x.b", None), row("a12.b", None)]
-    found = together(rows)
-    assert [one.row.module for one in found] == ["a.*.b", "a.2.b", "a.x.b", "a12.b"]
-    assert found[0].names == ("a.0.b", "a.1.b")
-    assert found[0].row.forward == Numbers(1.0, 1.0, 0.3)
-    assert found[0].row.share == pytest.approx(0.2)
-    assert found[2].names == ("a.x.b",)
+    found = grouped(rows)
+    assert [one.pattern for one in found] == ["a.*.b", "a.2.b", "a.x.b", "a12.b"]
+    assert (found[0].headroom_bits("forward"), found[0].underflow("forward")) == (1.0, 0.3)
+    assert (found[2].headroom_bits("forward"), found[2].underflow("forward")) == (None, None)
+    assert found[0].share == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
     ("share", "shown"), [(0.0, "-"), (0.0004, "<0.1%"), (0.5, "50.0%"), (0.9996, "99.9%"), (1.0, "100.0%")]
 )
 def test_a_share_is_100_percent_only_where_it_is_all_of_it(share: float, shown: str) -> None:
-    assert _share(share) == shown
+    assert format_share(share) == shown
 
 
 def infinite() -> tuple[nn.Module, Any, Tensor]:

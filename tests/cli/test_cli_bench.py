@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli.bench import signals_as_ctrl_c
 from halfstep.cli.main import build
-from halfstep.cli.pages.bench import next_command, show
+from halfstep.draw.terminal import show_page
 from halfstep.measure.bench.bench import compare
 from halfstep.measure.bench.comparison import BenchMetric, RunFailed, RunResult
-from halfstep.measure.bench.report import Bench
+from halfstep.measure.bench.page import Bench, bench_page, next_command
 
 CASE = "tests.support.cases:linear"
 
@@ -56,7 +56,7 @@ def test_a_case_is_raced_and_its_loss_compared(benched: tuple[dict[str, Any], Pa
 @pytest.mark.full
 def test_the_files_are_written(benched: tuple[dict[str, Any], Path]) -> None:
     report, folder = benched
-    assert report["files"] == [str(folder / f"bench.{ending}") for ending in ("json", "md", "png")]
+    assert report["files"] == [str(folder / f"bench.{ending}") for ending in ("json", "md", "svg")]
     assert json.loads((folder / "bench.json").read_text())["verdicts"] == report["verdicts"]
     assert "tf32: failed" in (folder / "bench.md").read_text()
 
@@ -197,7 +197,7 @@ def test_the_page_fits_and_has_the_verdict_first(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    show(made(bf16=170.0, fp16=0.0), [Path("bench.md")])
+    show_page(bench_page(made(bf16=170.0, fp16=0.0), [Path("bench.md")]))
     page = capsys.readouterr().out
     lines = page.splitlines()
     assert max(map(len, lines)) <= width
@@ -208,7 +208,7 @@ def test_the_page_fits_and_has_the_verdict_first(
 
 
 def test_what_to_type_next_follows_from_what_is_known() -> None:
-    assert next_command(made(bf16=50.0)) == "do: halfstep train some_recipe 'a.b=c d' precision=fp32"
+    assert next_command(made(bf16=50.0)) == "halfstep train some_recipe 'a.b=c d' precision=fp32"
     assert next_command(made(bf16=100.0)).endswith("bench some_recipe 'a.b=c d' --precisions fp32,bf16 --seeds 5")
     assert next_command(made(bf16=120.0, fp16=150.0)).endswith("precision=fp16")
     assert os.linesep not in next_command(made(bf16=0.0))
@@ -217,15 +217,11 @@ def test_what_to_type_next_follows_from_what_is_known() -> None:
 
 def test_what_to_type_next_is_nothing_that_failed() -> None:
     again = ", then the same command again"
-    assert (
-        next_command(replace(made(bf16=120.0), rows=made(bf16=0.0).rows[::-1]))
-        == f"do: mend what bf16 failed of{again}"
-    )
+    assert next_command(replace(made(bf16=120.0), rows=made(bf16=0.0).rows[::-1])) == f"mend what bf16 failed of{again}"
     whole = made(bf16=120.0)
     lost = replace(whole.baseline, runs=(replace(whole.baseline.runs[0], metric=float("nan")),))
     assert (
-        next_command(replace(whole, rows=(lost, *whole.rows[1:])))
-        == f"do: make fp32 train to a finite top1 first{again}"
+        next_command(replace(whole, rows=(lost, *whole.rows[1:]))) == f"make fp32 train to a finite top1 first{again}"
     )
     late = replace(whole.rows[1], failed="no room")
     assert next_command(replace(whole, rows=(whole.baseline, late))).endswith("precision=fp32")

@@ -55,7 +55,7 @@ def test_a_run_says_what_it_does(trained: tuple[str, Path]) -> None:
     for words in ("Mixed precision training is off: fp32", "4 a step", "observed: fp32: 100.0%", "Epoch 1 Summary:"):
         assert words in log
     assert f"Val {metric}:" in log
-    assert {"curves.png", "pictures", "best.safetensors"} <= {path.name for path in folder.iterdir()}
+    assert {"curves.svg", "pictures", "best.safetensors"} <= {path.name for path in folder.iterdir()}
     assert yaml.safe_load((folder / "recipe.yaml").read_text())["train"]["steps"] == 3
 
 

@@ -10,11 +10,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from halfstep.cli.main import build
-from halfstep.cli.pages.bench import next_command
 from halfstep.errors import HalfstepError, WrongUse
 from halfstep.measure.bench.bench import bench, compare, usual_candidates
 from halfstep.measure.bench.comparison import BenchMetric, Config, RunResult, read_candidates
-from halfstep.measure.bench.report import Bench
+from halfstep.measure.bench.page import Bench, next_command
 from halfstep.measure.subject import Subject
 
 SMALL = ["data.samples=24", "data.size=16", "train.batch_size=4", "model.width=4", "model.depth=2", "run.pictures=0"]
@@ -135,5 +134,5 @@ def made(**speeds: float) -> Bench:
 def test_the_best_is_named_as_the_guide_names_it() -> None:
     found = made(AMP=150.0, Compiled=203.0, Slow=90.0)
     assert found.verdicts[-1] == "Best: Compiled = 2.03x as fast, same accuracy"
-    assert next_command(found) == "do: halfstep train unet name=Compiled"
+    assert next_command(found) == "halfstep train unet name=Compiled"
     assert made(Slow=90.0).best is None

@@ -29,10 +29,10 @@ def test_a_run_leaves_its_journal_its_log_and_its_curves(tmp_path: Path, kind: s
     tell(journal, whole_run(kind))
     assert len(journal.listeners) == 4, "a listener was left out"
     journal.close()
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["curves.png", JOURNAL, LOG]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["curves.svg", JOURNAL, LOG]
     assert len(read_events(tmp_path / "run" / JOURNAL)) == len(whole_run(kind))
     assert (tmp_path / "run" / LOG).read_text() == screen.getvalue()
-    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "run" / "curves.svg").read_text().startswith("<svg ")
 
 
 def test_a_quiet_run_has_no_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,7 @@ class Drawings:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         self.now, self.count, self._seconds = 1000.0, 0, seconds
-        monkeypatch.setattr("halfstep.draw.curves.draw_curves", self._draw)
+        monkeypatch.setattr("halfstep.journal.curves.draw_curves", self._draw)
         monkeypatch.setattr(curves.time, "monotonic", lambda: self.now)
 
     def _draw(self, *_: object) -> None:

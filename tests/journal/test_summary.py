@@ -13,12 +13,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from halfstep.draw.thinning import MOST_POINTS, Point, Spans, Thinned
 from halfstep.errors import OtherForm
 from halfstep.journal import jsonl, summary
 from halfstep.journal.events import Event
 from halfstep.journal.jsonl import JOURNAL, as_line, lines_backwards, read_event
 from halfstep.journal.summary import MOST_CURVES, MOST_EVENTS, MOST_SKIPS, STEP_CURVES, Summary, summarize
-from halfstep.journal.thinning import MOST_NAMES, MOST_POINTS, OTHER, Axis, Point, Subsample, Thinned, number
+from halfstep.journal.thinning import MOST_NAMES, OTHER, Subsample, number
 from tests.journal.told import end, epoch, note, speed, start, step, whole_run
 
 # -- a straightforward reader -----------------------------------------------------------------------------------------
@@ -61,7 +62,7 @@ def last_word(events: list[Event]) -> list[tuple[int, Event]]:
     return kept
 
 
-def plain_points(axis: Axis, points: list[tuple[int, float]]) -> list[Point]:
+def plain_points(axis: Spans, points: list[tuple[int, float]]) -> list[Point]:
     """The extremes of every span and both ends, from a list of all points; of equal ones, the last."""
     finite = [Point(*point) for point in points if math.isfinite(point[1])][::-1]
     spans: dict[int, list[Point]] = {}
@@ -82,7 +83,7 @@ def assert_as_plain(found: Summary, content: bytes) -> None:
     skips = [event for event in steps if not event.get("applied")]
     assert [(skip.attempt, skip.reason) for skip in found.skips] == [(e["attempt"], str(e["reason"])) for e in skips]
     if steps:
-        assert found.axis == Axis.of(min(every[0], found.last_attempt), found.last_attempt)
+        assert found.axis == Spans.of(min(every[0], found.last_attempt), found.last_attempt)
     for name in STEP_CURVES if steps else ():
         points = [(event["attempt"], number(event.get(name))) for event in steps]
         assert found.steps[name].points == plain_points(found.axis, points)
@@ -316,7 +317,7 @@ def test_a_sample_has_the_first_the_last_and_no_more_than_asked(count: int) -> N
 
 
 def test_points_that_are_not_numbers_leave_a_curve_empty() -> None:
-    curve = Thinned(Axis.of(1, 10))
+    curve = Thinned(Spans.of(1, 10))
     curve.add_span([3, 2], [math.nan, math.inf])
     curve.add(1, math.nan)
     assert (curve.points, curve.count, curve.not_finite) == ([], 0, 3)
@@ -364,5 +365,5 @@ def test_a_folder_without_a_journal_has_an_empty_summary(tmp_path: Path) -> None
 
 def test_earlier_files_that_were_deleted_leave_the_rest_in_detail(tmp_path: Path) -> None:
     found = told(tmp_path, *(step(n) for n in range(900_000, 900_200)), epoch(3))
-    assert (found.axis, found.steps["loss"].count) == (Axis(900_000, 1), 200)
+    assert (found.axis, found.steps["loss"].count) == (Spans(900_000, 1), 200)
     assert len(found.steps["loss"].points) == 200

@@ -59,10 +59,10 @@ def test_the_journal_has_every_attempt_once_and_two_starts(tmp_path: Path, kille
 @pytest.mark.parametrize("kind", ["fp16", "nan"])
 def test_the_curves_are_those_of_a_run_without_a_break(tmp_path: Path, kind: str) -> None:
     whole = killed_and_taken_up(tmp_path, kind, 33)
-    draw_curves(whole, tmp_path / "whole.png")
-    assert (tmp_path / "curves.png").read_bytes() == (tmp_path / "whole.png").read_bytes()
-    draw_curves(whole[until(whole, AT) :], tmp_path / "half.png")
-    assert (tmp_path / "half.png").read_bytes() != (tmp_path / "whole.png").read_bytes()
+    draw_curves(whole, tmp_path / "whole.svg")
+    assert (tmp_path / "curves.svg").read_bytes() == (tmp_path / "whole.svg").read_bytes()
+    draw_curves(whole[until(whole, AT) :], tmp_path / "half.svg")
+    assert (tmp_path / "half.svg").read_bytes() != (tmp_path / "whole.svg").read_bytes()
 
 
 def test_the_log_goes_on_without_the_lines_of_what_is_done_again(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_a_run_on_messy_photographs_comes_to_its_end(segmented: Trained) -> None
     said = " ".join(segmented.screen.split())
     assert "Traceback" not in said
     assert re.search(r"IoU", said)
-    for what in ("curves.png", "best.safetensors", "recipe.yaml", "result.json"):
+    for what in ("curves.svg", "best.safetensors", "recipe.yaml", "result.json"):
         assert (segmented.folder / what).stat().st_size > 0
     assert images(segmented.folder / "pictures")
 

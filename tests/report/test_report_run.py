@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from halfstep.draw.svg import MARKS
 from halfstep.errors import BadData, Diverged
-from halfstep.report.charts import MARKS
 from halfstep.report.html import MOST_BYTES, page_of
 from halfstep.report.outlook import HIGH, LOW, outlook_of_run
 from halfstep.report.run_facts import incidents, read_run
@@ -177,11 +177,11 @@ def troubled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_an_incident_has_its_culprit_what_was_tried_and_what_was_done(troubled: dict[str, Path]) -> None:
     (found,) = incidents(read_run(troubled["repair"]))
-    assert (found["attempt"], found["cause"]) == (1, "precision")
-    assert dict(found["culprit"])["Module"] == "2.up"
-    assert ("island 2", "finite with it") in found["cures"]
-    assert "repaired: 2 computes in fp32" in found["done"][0]
-    assert found["replay"] == f"halfstep replay {troubled['repair']} --attempt 1"
+    assert (found.attempt, found.cause) == (1, "precision")
+    assert dict(found.culprit)["Module"] == "2.up"
+    assert ("island 2", "finite with it") in found.cures
+    assert "repaired: 2 computes in fp32" in found.done[0]
+    assert found.replay == f"halfstep replay {troubled['repair']} --attempt 1"
     assert read_run(troubled["repair"]).verdict.startswith("Finished: ")
 
 
@@ -189,8 +189,33 @@ def test_a_run_that_was_given_up_says_why_and_what_to_do(troubled: dict[str, Pat
     run = read_run(troubled["watch"])
     assert run.verdict.startswith("Given up at step 5 of 36: precision: 2.up (aten._to_copy")
     assert run.verdict.endswith("5 of 5 steps skipped (5 loss not finite).")
-    assert "to do: halfstep.fit" in incidents(run)[-1]["done"][-1]
+    assert incidents(run)[-1].do.startswith("halfstep.fit")
+    assert "to do: halfstep.fit" in run.as_dict()["incidents"][-1]["done"][-1]
     assert "Why it ended" in Page(page_of([run])).text
+
+
+def test_samples_that_could_not_be_used_are_an_incident(tmp_path: Path) -> None:
+    lost = [
+        {"event": "bad_sample", "rank": 0, "name": f"{n}.png", "reason": "truncated", "index": n, "replacement": n - 1}
+        for n in range(30)
+    ]
+    run = read_run(write_run(tmp_path / "run", [*whole()[:-1], *lost, whole()[-1]]))
+    (found,) = incidents(run)
+    assert (found.cause, found.sentence) == ("bad samples", "30 samples could not be used")
+    assert (found.evidence[0], found.evidence[-1], len(found.evidence)) == ("0.png: truncated", "and 10 more", 21)
+    assert len(found.done) == 2, "one was left out of an evaluation"
+    page = looked_at(tmp_path / "run")
+    assert page.text.index("30 samples could not be used") < page.text.index("Curves")
+    assert run.as_dict()["incidents"][0]["cause"] == "bad samples"
+
+
+def test_each_class_has_its_curve(tmp_path: Path) -> None:
+    events = [
+        {**one, "val": {**one["val"], "iou_cat": 0.5, "iou_dog": 0.25}} if one["event"] == "epoch" else one
+        for one in whole()
+    ]
+    labels = [one.get("aria-label") for one in looked_at(write_run(tmp_path / "run", events)).all("svg")]
+    assert "Validation IoU by class: dog, cat" in labels
 
 
 # -- what the precision means -----------------------------------------------------------------------------------------

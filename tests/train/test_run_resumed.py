@@ -331,7 +331,7 @@ def test_drafts_of_a_killed_run_are_removed_and_nothing_else(tmp_path: Path) -> 
     run = tmp_path / "run"
     (run / "pictures").mkdir(exist_ok=True)
     drafts = [".best.safetensors.20320", ".last-ema.safetensors.1", ".last.safetensors.7", ".recipe.yaml.4242"]
-    drafts += [".result.json.3", ".task.json.3", ".status.rank-00001.json.9", ".curves.png.5"]
+    drafts += [".result.json.3", ".task.json.3", ".status.rank-00001.json.9", ".curves.svg.5"]
     drafts += ["pictures/.epoch-0001.png.77", ".result.json.1.0123456789abcdef"]
     others = [".mine.safetensors.1", ".best.safetensors.old", "best.safetensors.1", "pictures/epoch-0001.png"]
     others += [".result.json.1.0123"]

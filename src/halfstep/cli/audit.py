@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from halfstep.cli._options import TAKES_SETTINGS, Json, RecipeOrCase, end, flag, print_json, subject
-from halfstep.errors import GAVE_UP, INTERRUPTED, WrongUse
+from halfstep.draw.svg import check_svg, write_svg
+from halfstep.errors import GAVE_UP, INTERRUPTED
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
-    from halfstep.measure.audit.report import Audit
+    from halfstep.measure.audit.page import Audit
     from halfstep.measure.subject import Subject
 
 GROUP = "Trouble"
@@ -34,7 +35,7 @@ def run(
     ] = None,
     every: Annotated[bool, flag("--all", "Show every module.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw the model by format, as FILE.png.", metavar="FILE.png")
+        Path | None, typer.Option(help="Draw the model by format, as FILE.svg.", metavar="FILE.svg")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -42,39 +43,28 @@ def run(
 
     It exits with 80 where a finding is an error: a step in this precision fails, or is wrong.
     """
+    if picture is not None:
+        check_svg(picture, "--picture")  # the audit may take minutes
     try:
         examined = subject(recipe, context.args)
-        draw = _drawing(picture)
-        found, following = _audited(examined, precision, device)
+        found = _audited(examined, precision, device)
     except KeyboardInterrupt:  # torch was being imported or the case built: there is no report yet
         if json:
             print_json(_nothing([recipe, *context.args], precision, device))
         raise typer.Exit(INTERRUPTED) from None
-    if draw is not None and found.rows:
-        draw(found.as_dict(), picture)
-    if json:
-        print_json({**found.as_dict(), "next": following})
-    else:
-        from halfstep.cli.pages.audit import show
+    from halfstep.draw.terminal import show_page
+    from halfstep.measure.audit.page import audit_page, formats_chart
 
-        show(found, following, every=every, picture=picture)
+    command = next_command(examined, found, device)
+    if picture is not None and found.rows:
+        write_svg([formats_chart(found)], picture, f"{found.subject}: {found.verdict}")
+    if json:
+        print_json({**found.as_dict(), "next": command})
+    else:
+        show_page(audit_page(found, every=every, picture=picture, command=command))
     end(found.interrupted)
     if any(one.finding.severity == "error" for one in found.spotted):
         raise typer.Exit(GAVE_UP)
-
-
-def _drawing(picture: Path | None) -> Any:
-    """Return the drawing function before anything is computed, so that a missing package is reported at once."""
-    if picture is None:
-        return None
-    # Checked before the audit, which may take minutes.
-    if picture.suffix.lower() != ".png" or not picture.absolute().parent.is_dir():
-        raise WrongUse(
-            f"--picture {picture}", allowed="a .png file in a folder that is there", do="--picture formats.png"
-        )
-    from halfstep.draw.model_formats import draw_model_formats
-
-    return draw_model_formats
 
 
 def _nothing(words: list[str], precision: str | None, device: str | None) -> dict[str, object]:
@@ -89,13 +79,11 @@ def _nothing(words: list[str], precision: str | None, device: str | None) -> dic
     }  # fmt: skip
 
 
-def _audited(examined: Subject, precision: str | None, device: str | None) -> tuple[Audit, str]:
-    """Return the audit and the command to type next."""
+def _audited(examined: Subject, precision: str | None, device: str | None) -> Audit:
     from halfstep.measure.audit.audit import audit
 
     with progress("auditing", "stages") as on_progress:
-        found = audit(examined, precision=precision, device=device, progress=on_progress)
-    return found, next_command(examined, found, device)
+        return audit(examined, precision=precision, device=device, progress=on_progress)
 
 
 def next_command(examined: Subject, found: Audit, device: str | None = None) -> str:
@@ -108,7 +96,7 @@ def next_command(examined: Subject, found: Audit, device: str | None = None) -> 
     again = f"halfstep audit {typed}{where} --precision"
     serious = [one.finding for one in found.spotted if one.finding.severity != "note"]
     # Where bf16 resolves an overflow, the next audit shows whether it does.
-    if any(one.fix == _BF16 for one in serious):
+    if any(finding.fix == _BF16 for finding in serious):
         return f"{again} bf16"
     if found.interrupted:
         return f"{again} {found.precision}"

@@ -50,7 +50,7 @@ def run(
     """
     given = subject(recipe, context.args)
     from halfstep.measure.bench.bench import bench
-    from halfstep.measure.bench.report import check_folder, write_report
+    from halfstep.measure.bench.page import bench_page, check_folder, write_report
 
     words = [word for word in (part.strip() for part in precisions.split(",")) if word]
     arms = _arms(given, words, configs, arm or [])
@@ -65,9 +65,9 @@ def run(
     if json:
         print_json({**found.as_dict(), "files": files})
     else:
-        from halfstep.cli.pages.bench import show
+        from halfstep.draw.terminal import show_page
 
-        show(found, files)
+        show_page(bench_page(found, files))
     end(found.interrupted)
     if found.baseline.failed:  # no comparison without a baseline
         raise typer.Exit(SOFTWARE)

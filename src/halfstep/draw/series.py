@@ -1,20 +1,16 @@
-"""Collect the numbers of curves from a run's events. Loads no matplotlib: a run collects long before it draws."""
+"""Collect the numbers of a run's curves from its events."""
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from halfstep.page import is_drawable
 
-BINS = 600
-"""Bins of a curve that is thinned, each with up to two points: as many as a picture can show."""
-Numbers = np.ndarray[Any, np.dtype[np.float64]]
-_LARGEST = 1e300
-"""Larger numbers are not drawn: an axis adds margins to its data, which must stay finite."""
+Points = tuple[Sequence[float], Sequence[float]]
+"""The attempts of a curve, and its numbers."""
 
 
 class Series:
@@ -23,8 +19,7 @@ class Series:
     def __init__(self) -> None:
         self.title, self.metric = "", ""
         self.attempt, self.loss, self.lr, self.loss_scale = (array("d") for _ in range(4))
-        self.skipped_at = array("d")
-        self.skipped: Counter[str] = Counter()
+        self.skips: list[tuple[float, str]] = []
         self.epoch_at = array("d")
         self.epochs: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
@@ -48,14 +43,13 @@ class Series:
         self.lr.append(_real(event["lr"]))
         self.loss_scale.append(_real(event.get("loss_scale")))
         if not event["applied"]:
-            self.skipped_at.append(event["attempt"])
-            self.skipped[str(event["reason"])] += 1
+            self.skips.append((float(event["attempt"]), str(event["reason"])))
 
-    def of_epochs(self, name: str) -> tuple[Numbers, Numbers]:
+    def of_epochs(self, name: str) -> tuple[Points, Points]:
         """Return one number per epoch, from training and from validation; NaN where there is none."""
         train = [_real(train.get(name)) for train, _ in self.epochs]
         val = [_real(val.get(name)) for _, val in self.epochs]
-        return np.array(train, dtype=float), np.array(val, dtype=float)
+        return (self.epoch_at, train), (self.epoch_at, val)
 
 
 def series_of(events: Iterable[Mapping[str, Any]]) -> Series:
@@ -68,19 +62,5 @@ def series_of(events: Iterable[Mapping[str, Any]]) -> Series:
 
 def _real(value: Any) -> float:
     """Return a number, or NaN where it is non-finite or too large for an axis."""
-    number = float("nan") if value is None else float(value)
-    return number if abs(number) < _LARGEST else float("nan")
-
-
-def thinned(x: Numbers, y: Numbers, bins: int = BINS) -> tuple[Numbers, Numbers]:
-    """Return at most two finite points per bin, its minimum and maximum in order, so that spikes survive."""
-    # Steps with a non-finite loss are marked as skipped; a gap for each would hide the points between them.
-    keep = np.isfinite(y)
-    x, y = x[keep], y[keep]
-    if len(x) <= 2 * bins:
-        return x, y
-    chosen: list[int] = []
-    for begin, end in pairwise(np.linspace(0, len(x), bins + 1).astype(int).tolist()):
-        part = y[begin:end]
-        chosen += sorted({begin + int(part.argmin()), begin + int(part.argmax())})
-    return x[chosen], y[chosen]
+    number = math.nan if value is None else float(value)
+    return number if is_drawable(number) else math.nan

@@ -1,10 +1,11 @@
-"""Draw curves.png from the journal while the run continues."""
+"""Draw curves.svg from the journal while the run continues."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+from halfstep.draw.curves import draw_curves
 from halfstep.draw.series import Series
 from halfstep.journal.events import END, EPOCH, Event
 
@@ -17,7 +18,7 @@ class Curves:
     """A listener that draws after an epoch, unless it drew recently, and at the end."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "curves.png"
+        self._path = folder / "curves.svg"
         self._series = Series()
         self._not_before = 0.0
         self._is_drawn = True
@@ -43,9 +44,6 @@ class Curves:
             self._draw()
 
     def _draw(self) -> None:
-        # Imported here because it loads matplotlib, and the first step should not wait for that.
-        from halfstep.draw.curves import draw_curves
-
         began = time.monotonic()
         draw_curves(self._series, self._path)
         ended = time.monotonic()

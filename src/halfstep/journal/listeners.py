@@ -10,6 +10,7 @@ from rich.console import Console
 
 from halfstep.errors import unknown_name
 from halfstep.journal.console import LiveConsole
+from halfstep.journal.curves import Curves
 from halfstep.journal.events import Listener, StatefulListener
 from halfstep.journal.jsonl import JOURNAL, LOG, JsonLines, saved_events
 from halfstep.journal.plain import LogFile, Plain
@@ -32,9 +33,6 @@ def listeners(
     silently. `prometheus` is the file with its metrics, or whether there is one in the folder; `largest_file` are the
     bytes after which the journal goes on in another file.
     """
-    # Imported here because it loads matplotlib, and a mistake in a recipe should be reported before that.
-    from halfstep.journal.curves import Curves
-
     files: list[Listener] = [JsonLines(dir / JOURNAL, largest_file), LogFile(dir / LOG)]
     screen = [] if console is None else [console_listener(console)]
     trackers = tracker_listeners(tracker, dir, resumed_at)

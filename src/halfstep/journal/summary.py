@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from halfstep.draw.thinning import Point, Spans, Thinned
 from halfstep.journal.events import (
+    BAD_SAMPLE,
     END,
     EPOCH,
     GUARD,
@@ -26,7 +28,7 @@ from halfstep.journal.events import (
 )
 from halfstep.journal.jsonl import check_start_format, lines_backwards, read_event, saved_events
 from halfstep.journal.latest import CHECKPOINT
-from halfstep.journal.thinning import MOST_NAMES, Axis, ByName, Point, Subsample, Thinned, number
+from halfstep.journal.thinning import MOST_NAMES, ByName, Subsample, number
 
 STEP_CURVES = ("loss", "lr", "loss_scale", "grad_norm")
 _SPEED_GROUPS, _EPOCH_GROUPS = ("memory", "gpu", "train_metrics", "meters"), ("train", "val")
@@ -38,7 +40,7 @@ LARGEST_FACTS = 2**16
 """Bytes of a line whose facts are kept."""
 LARGEST_BETWEEN = 2**25
 """Bytes of lines between two steps that are kept until the attempt that they belong to is known."""
-_SHOWN = (SPEED, EPOCH, SAVED, END, PRECISION_CHECK, GUARD, NOTE)
+_SHOWN = (SPEED, EPOCH, SAVED, END, PRECISION_CHECK, GUARD, NOTE, BAD_SAMPLE)
 _LARGEST_ATTEMPT = 2**53
 _SPAN = 4096
 
@@ -66,7 +68,7 @@ class EventAtStep(NamedTuple):
 class Summary:
     """What the journal of a run tells, in bounded space. Counts are of everything, lists are of a bounded sample."""
 
-    axis: Axis
+    axis: Spans
     lines: int = 0
     damaged: int = 0
     """Lines that are no events."""
@@ -99,6 +101,7 @@ class Summary:
     _launches: Subsample[EventAtStep] = field(default_factory=lambda: Subsample(MOST_EVENTS))
     _guard: Subsample[EventAtStep] = field(default_factory=lambda: Subsample(MOST_EVENTS))
     _notes: Subsample[EventAtStep] = field(default_factory=lambda: Subsample(MOST_EVENTS))
+    _bad_samples: Subsample[EventAtStep] = field(default_factory=lambda: Subsample(MOST_EVENTS))
     _skips: ByName[Subsample[Skip]] = field(default_factory=lambda: ByName(lambda: Subsample(MOST_SKIPS)))
 
     @property
@@ -146,6 +149,16 @@ class Summary:
         """Return the notes that were kept, in order."""
         return self._notes.kept[::-1]
 
+    @property
+    def bad_sample_count(self) -> int:
+        """Return the number of samples that could not be used."""
+        return self._bad_samples.count
+
+    @property
+    def bad_samples(self) -> list[EventAtStep]:
+        """Return the samples that could not be used and were kept, in order."""
+        return self._bad_samples.kept[::-1]
+
 
 def summarize(path: Path) -> Summary:
     """Return the summary of a journal in all its files; damaged lines are counted and passed over.
@@ -176,7 +189,7 @@ class _Reading:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._first: int = _first_attempt(path)
-        self._found = Summary(Axis.of(self._first, self._first))
+        self._found = Summary(Spans.of(self._first, self._first))
         self._lowest = _LARGEST_ATTEMPT
         """The lowest attempt that was read: what comes before it in the journal with a higher one was done again."""
         self._between: list[Event] = []
@@ -209,6 +222,9 @@ class _Reading:
         """Keep an event until the attempt that it belongs to is read."""
         if kind in (GUARD, NOTE):
             event, size = _shortened(event, size), min(size, LARGEST_FACTS if "facts" in event else LONGEST_TEXT)
+        elif kind == BAD_SAMPLE:
+            kept = {key: event.get(key) for key in ("event", "name", "reason", "replacement")}
+            event = {key: value[:LONGEST_TEXT] if isinstance(value, str) else value for key, value in kept.items()}
         if self._between_bytes + size > LARGEST_BETWEEN:
             self._found.left_out += 1
             return
@@ -249,7 +265,7 @@ class _Reading:
             return
         if not found.attempts:
             found.last_attempt = attempt
-            found.axis = Axis.of(min(self._first, attempt), attempt)
+            found.axis = Spans.of(min(self._first, attempt), attempt)
             found.steps = {name: Thinned(found.axis) for name in STEP_CURVES}
         self._lowest = attempt
         found.attempts += 1
@@ -303,6 +319,8 @@ class _Reading:
             found.precision_check = found.precision_check or event
         elif kind in (GUARD, NOTE):
             (found._guard if kind == GUARD else found._notes).add(EventAtStep(attempt, event))
+        elif kind == BAD_SAMPLE:
+            found._bad_samples.add(EventAtStep(attempt, event))
 
     def _curves(self, curves: dict[str, Thinned], attempt: int, event: Event, groups: tuple[str, ...]) -> None:
         for name, value in _numbers(event, groups):

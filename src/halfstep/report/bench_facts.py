@@ -1,4 +1,4 @@
-"""Read the result of a bench again, and lay out its comparison: the table, intervals beside the margin, curves."""
+"""Read the result of a bench again."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, cast
 
 from halfstep.errors import BadData
 from halfstep.measure.bench.comparison import BenchMetric, Config, Gain, Memory, RunResult, rows_of
-from halfstep.measure.bench.report import NONE, NOT_MEASURED, Bench, columns, difference, footnote, kind, sentence
+from halfstep.measure.bench.page import Bench
+from halfstep.measure.bench.report import kind, sentence
 from halfstep.measure.conditions import Conditions
-from halfstep.measure.parity import ParityTest
-from halfstep.report.bars import Bar, Intervals, MemoryUse, intervals, memory_bars
-from halfstep.report.charts import Chart, Curve, line_chart
-from halfstep.report.json_fields import fields, number, rows, text, texts
+from halfstep.page import Heading, Page, Pairs, Paragraph
+from halfstep.report.json_fields import fields, rows, text, texts
+from halfstep.report.plan_facts import condition_rows
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,14 @@ class BenchFacts:
             found.setdefault(word.replace("can't tell", "can't tell about"), []).append(row.name)
         return found
 
-    @property
-    def table(self) -> tuple[list[str], list[list[str]], list[str]]:
-        """Return the heads and the rows of the comparison, and the columns in which nothing was measured."""
-        shown = columns(self.bench.metric, self.bench.price_per_hour, configs=self.bench.has_configs)
-        found = {head: [cell(row, self.bench.baseline) for row in self.bench.rows] for head, cell in shown.items()}
-        empty = [head for head, cells in found.items() if set(cells) <= {NONE, NOT_MEASURED}]
-        kept = [head for head in found if head not in empty]
-        return kept, [list(row) for row in zip(*(found[head] for head in kept), strict=True)], empty
-
-    @property
-    def footnote(self) -> str:
+    def page(self) -> Page:
+        """Return the page of the bench, with where it comes from."""
         bench = self.bench
-        return footnote(bench.conditions, bench.seeds, bench.metric, raced=bench.raced)
+        settings = " ".join(bench.settings) or "the recipe's own"
+        known = [("Subject", bench.name), ("Settings", settings), ("Seeds", ", ".join(map(str, bench.seeds)))]
+        provenance = Pairs((*known, *condition_rows(bench.conditions)))
+        blocks = (Paragraph(self.verdict), *bench.page().blocks, Heading("Provenance"), provenance)
+        return Page(self.label, blocks, str(self.file))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can represent."""
@@ -108,61 +103,3 @@ def _bench(plain: Mapping[str, Any]) -> Bench:
         notes=tuple(texts(plain.get("notes"))),
         raced=raced,
     )
-
-
-# -- drawings ---------------------------------------------------------------------------------------------------------
-
-
-def parity_drawing(found: BenchFacts) -> Intervals | None:
-    """Return each candidate's difference from fp32 with its interval, beside the margin."""
-    bench = found.bench
-    scale, unit = (100.0, "points") if bench.metric.higher_is_better else (1.0, bench.metric.name)
-    laid = [
-        (row.name, _difference(row.parity, bench.metric), row.parity.verdict, *_ends(row.parity))
-        for row in bench.rows
-        if row.parity is not None
-    ]
-    if bench.margin is None:
-        return None
-    unit = f"{unit}, better to the right"
-    return intervals(laid, around=0.0, unit=unit, scale=scale, margin=bench.margin.size)
-
-
-def _difference(test: ParityTest, metric: BenchMetric) -> str:
-    return difference(test, metric).removeprefix("difference ")
-
-
-def _ends(test: ParityTest) -> tuple[float, float, float]:
-    return number(test.low), number(test.difference), number(test.high)
-
-
-def speed_drawing(found: BenchFacts) -> Intervals | None:
-    """Return each candidate's speed-up with its interval, beside fp32's 1."""
-    laid = [
-        (row.name, f"{gain.times:.2f}x", gain.verdict, number(gain.low), gain.times, number(gain.high))
-        for row in found.bench.rows[1:]
-        if (gain := row.gain) is not None
-    ]
-    return intervals(laid, around=1.0, unit="times as fast as strict fp32")
-
-
-def memory_drawing(found: BenchFacts) -> list[Bar]:
-    """Return the memory of each candidate: predicted in parts, and measured where it was."""
-    known_ = [(row.name, row.memory) for row in found.bench.rows if row.memory is not None]
-    return memory_bars([MemoryUse(name, memory.parts or {}, number(memory.measured)) for name, memory in known_])
-
-
-def loss_drawing(found: BenchFacts) -> Chart | None:
-    """Return the loss of each candidate over the seconds of its run with the first seed."""
-    seed = found.bench.seeds[0] if found.bench.seeds else None
-    runs = [(row.name, run) for row in found.bench.rows for run in row.runs if run.seed == seed and run.curve]
-    curves = [
-        Curve(name, [at for at, _ in run.curve], [loss for _, loss in run.curve], n % 2 == 1, n)
-        for n, (name, run) in enumerate(runs)
-    ]
-    return line_chart(f"Loss over time, seed {seed}", curves, unit="seconds across", x_name="second")
-
-
-def subject(found: BenchFacts) -> str:
-    """Return what the verdicts are about: accuracy, or the loss."""
-    return kind(found.bench.metric)

@@ -8,7 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from halfstep.journal import numbers
-from halfstep.report.bars import Intervals, intervals
+from halfstep.page import (
+    Block,
+    Column,
+    Heading,
+    Interval,
+    Intervals,
+    Items,
+    Page,
+    Paragraph,
+    Span,
+    Table,
+    charts_of,
+)
 from halfstep.report.json_fields import known, number
 from halfstep.report.run_facts import RunFacts, metric_name
 from halfstep.runs.listing import FINISHED
@@ -71,6 +83,25 @@ def compare(runs: Sequence[RunFacts]) -> Comparison:
     """Return the comparison of two runs or more."""
     named = list(zip(_names(runs), runs, strict=True))
     return Comparison(named, _judge(named))
+
+
+def comparison_page(found: Comparison, title: str, runs: tuple[Block, ...]) -> Page:
+    """Return the page of several runs; `runs` has a block for each."""
+    from halfstep.report.run_charts import compared
+
+    none = Paragraph(Span("None of them has taken a step.", "dim"))
+    heads, differences = found.differences
+    same = Paragraph(Span("Nothing but the places where they write.", "dim"))
+    blocks: list[Block] = [Paragraph(found.verdict), Heading("What came of them"), _as_table(HEADS, found.table)]
+    blocks += [Heading("Curves over one another"), *(charts_of(*compared(found.runs)) or (none,))]
+    blocks += [Heading("What differs in their recipes"), _as_table(heads, differences) if differences else same]
+    blocks += [Heading("Which is better"), Items(tuple(found.judgement.verdicts))]
+    blocks += [*charts_of(found.judgement.drawing), *(Paragraph(Span(note, "dim")) for note in found.judgement.notes)]
+    return Page(title, (*blocks, Heading("Each run"), *runs))
+
+
+def _as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    return Table(tuple(map(Column, heads)), tuple(map(tuple, rows)))
 
 
 def _names(runs: Sequence[RunFacts]) -> list[str]:
@@ -166,7 +197,8 @@ def _alike(arms: list[list[Any]], named: list[tuple[str, RunFacts]]) -> str:
 
 def _tested(arms: Arms, first: RunFacts, notes: list[str]) -> Judgement:
     from halfstep.measure.bench.comparison import BenchMetric, margin_over, rows_of
-    from halfstep.measure.bench.report import difference, margin_said, sentence
+    from halfstep.measure.bench.page import TONES
+    from halfstep.measure.bench.report import POINTS, difference, margin_said, sentence
 
     metric = BenchMetric(first.metric, first.higher_is_better)
     base, *_ = arms
@@ -175,21 +207,18 @@ def _tested(arms: Arms, first: RunFacts, notes: list[str]) -> Judgement:
     margin = margin_over(arms[base], metric)
     shared = len({one.seed for one in arms[base]})
     verdicts = [f"against {base}, {sentence(row, metric, shared)}" for row in rows]
+    points = metric.higher_is_better
+    scale = POINTS if points else 1.0
     laid = [
-        (
-            row.name,
-            difference(t, metric).removeprefix("difference "),
-            t.verdict,
-            number(t.low),
-            number(t.difference),
-            number(t.high),
-        )
+        Interval(row.name, difference(t, metric).removeprefix("difference "), t.verdict, TONES[t.verdict],
+                 *(number(end) * scale for end in (t.low, t.difference, t.high)))
         for row in rows
         if (t := row.parity) is not None
-    ]
-    points = metric.higher_is_better
+    ]  # fmt: skip
     unit = f"{'points' if points else metric.name}, better to the right"
-    drawing = intervals(laid, around=0.0, unit=unit, scale=100.0 if points else 1.0, margin=margin.size)
+    legend = "dot: mean, line: its 90 % interval"
+    title = "Difference with its 90 % interval"
+    drawing = Intervals(title, tuple(laid), unit, 0.0, margin.size * scale, legend)
     said = margin_said(margin, metric).replace("fp32", base)
     return Judgement(verdicts, drawing, [f"The test is that of halfstep bench: {said}.", *notes])
 

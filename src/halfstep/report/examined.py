@@ -18,7 +18,7 @@ from halfstep.report.json_fields import fields
 from halfstep.train.run_folder import recipe_in
 
 if TYPE_CHECKING:
-    from halfstep.measure.audit.report import Audit
+    from halfstep.measure.audit.page import Audit
     from halfstep.measure.survival_report import Survival
 
 EXAMINED = "examined.json"

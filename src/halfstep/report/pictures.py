@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
+
+from halfstep.page import Picture
 
 FOLDER = "pictures"
 MOST_BYTES = 32 * 2**20
@@ -19,22 +20,13 @@ WIDTHS = (1400, 1000, 700, 500)
 _NAME = re.compile(r"epoch-([0-9]{4,9})\.png")
 
 
-class Picture(NamedTuple):
-    """A picture as a page has it."""
-
-    caption: str
-    uri: str
-    width: int
-    height: int
-
-
 def pictures_of(run: Path, best_epoch: float, room: int) -> tuple[list[Picture], list[str]]:
     """Return up to three pictures that together fit into `room` bytes of a page, and what was left out and why."""
     chosen = _chosen(run / FOLDER, best_epoch)
     found: list[Picture] = []
     left_out: list[str] = []
     for number, (caption, path) in enumerate(chosen):
-        share = (room - sum(len(one.uri) for one in found)) // (len(chosen) - number)
+        share = (room - sum(_in_page(one.data) for one in found)) // (len(chosen) - number)
         try:
             found.append(_embedded(caption, path, share))
         except (OSError, ValueError, SyntaxError, ImportError) as error:
@@ -77,10 +69,9 @@ def _embedded(caption: str, path: Path, room: int) -> Picture:
         plain = image.convert("RGB")
     for width in WIDTHS:
         smaller = _at_most(plain, width)
-        data = _smallest(smaller)
-        uri = f"data:image/{data[0]};base64,{base64.b64encode(data[1]).decode()}"
-        if len(uri) <= room:
-            return Picture(caption, uri, smaller.width, smaller.height)
+        format, data = _smallest(smaller)
+        if _in_page(data) <= room:
+            return Picture(caption, data, format, smaller.width, smaller.height, f"samples of the run, {caption}")
     raise ValueError("no room was left for it")
 
 
@@ -90,7 +81,12 @@ def _at_most(image: Any, width: int) -> Any:
     return image.resize((width, max(1, round(image.height * width / image.width))))
 
 
-def _smallest(image: Any) -> tuple[str, bytes]:
+def _in_page(data: bytes) -> int:
+    """Return the bytes that a picture takes in a page, as base64."""
+    return 4 * len(data) // 3 + 40
+
+
+def _smallest(image: Any) -> tuple[Literal["png", "jpeg"], bytes]:
     """Return the picture without loss, or as JPEG where that is far smaller: masks stay sharp, photographs small."""
     exact, lossy = io.BytesIO(), io.BytesIO()
     image.save(exact, "PNG")

@@ -8,7 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.journal import numbers
-from halfstep.report.bars import Intervals, intervals
+from halfstep.page import (
+    Block,
+    Column,
+    Heading,
+    Interval,
+    Intervals,
+    Page,
+    Pairs,
+    Paragraph,
+    Span,
+    Style,
+    Table,
+    charts_of,
+)
 from halfstep.report.json_fields import fields, known, number, rows, setting, text
 from halfstep.report.outlook import Outlook, outlook_of_plan, speed_said
 
@@ -47,16 +60,33 @@ class PlanFacts:
         return [_row(cell) for cell in rows(self.plain.get("ladder"))]
 
     @property
-    def drawing(self) -> Intervals | None:
-        """Return the speed of each candidate with its interval, beside strict fp32's 1."""
+    def drawing(self) -> Intervals:
+        """Return the speed of each candidate with its interval, next to strict fp32's 1."""
         laid = []
         for cell in rows(self.plain.get("ladder")):
             speed = fields(cell.get("speed"))
             if speed and cell.get("setting") != self.plain.get("baseline"):
                 low, at, high = (number(speed.get(key)) for key in ("low", "speedup", "high"))
-                verdict = text(speed.get("verdict"), 40)
-                laid.append((text(cell.get("name"), 80), f"{at:.2f}x", verdict, low, at, high))
-        return intervals(laid, around=1.0, unit="times as fast as strict fp32")
+                # A race gives the interval; whether it holds 1 is the verdict.
+                tone: Style = "good" if low > 1 else "bad" if high < 1 else "warn"
+                verdict = text(speed.get("verdict"), 40) or {"good": "faster", "bad": "slower"}.get(tone, "can't tell")
+                laid.append(Interval(text(cell.get("name"), 80), f"{at:.2f}x", verdict, tone, low, at, high))
+        legend = "dot: median, line: its 95 % interval"
+        return Intervals("Speed", tuple(laid), "times as fast as strict fp32", 1.0, legend=legend)
+
+    def page(self) -> Page:
+        """Return the page of the plan."""
+        from halfstep.report.run_page import outlook_blocks
+
+        blocks: list[Block] = [Paragraph(self.verdict)]
+        if self.plain.get("interrupted"):
+            blocks.append(Paragraph(Span("Interrupted: this is the best of what had been measured.", "warn")))
+        blocks += [Heading("Why"), Pairs(tuple(self.reasons)), Heading("Candidates")]
+        blocks.append(Table(tuple(map(Column, HEADS)), tuple(map(tuple, self.table))))
+        blocks += [*charts_of(self.drawing), *outlook_blocks(self.outlook)]
+        blocks += [Heading("Settings of the plan"), Pairs(tuple(self.changes))]
+        blocks += [Heading("Provenance"), Pairs(tuple(self.provenance))]
+        return Page(self.label, tuple(blocks), str(self.file))
 
     @property
     def outlook(self) -> Outlook:

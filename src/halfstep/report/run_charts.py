@@ -3,142 +3,121 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
-import numpy as np
-
+from halfstep.draw.curves import is_scaled, loss_curves, metric_curves, rate_curves, scale_curves
 from halfstep.journal import numbers
 from halfstep.journal.text import named
-from halfstep.report.charts import Chart, Curve, Scale, line_chart
+from halfstep.page import Curve, Curves
 from halfstep.report.run_facts import RunFacts
-from halfstep.report.run_journal import CurvePoints, Summary, curve_points
+from halfstep.report.run_journal import CurvePoints, curve_points
 
-TRAIN, VAL = 0, 1
-"""Places in the palette."""
-LABELS = {"lr": "Learning rate", "loss_scale": "Loss scale", "grad_norm": "Gradient norm"}
-SCALES: dict[str, Scale] = {"lr": "zero", "loss_scale": "log2", "grad_norm": "auto"}
-FORMS = {"lr": numbers.rate, "loss_scale": numbers.scale, "grad_norm": numbers.value}
+MOST_CLASSES = 8
+"""Classes in one chart: as many as there are colors."""
 
 
-def curves_of(run: RunFacts) -> list[Chart]:
-    """Return the charts of what was optimized: loss, metric, learning rate, loss scale and gradient norm."""
+def curves_of(run: RunFacts) -> list[Curves]:
+    """Return what was optimized: loss, metric, its classes, learning rate, loss scale and gradient norm."""
     recorded = run.recorded
-    charts = [_loss(recorded), _metric(run), *(_steps(recorded, name) for name in LABELS if _moves(recorded, name))]
-    return [chart for chart in charts if chart is not None]
+    loss, rate, scale, norm = (_of_steps(run, name) for name in ("loss", "lr", "loss_scale", "grad_norm"))
+    val = curve_points(recorded.epochs, "val.loss")
+    skips = [(float(skip.attempt), skip.reason) for skip in recorded.skips]
+    charts = [loss_curves(loss.xy, val.xy, skips, numbers.value)]
+    if run.metric != "loss":
+        train, val = (curve_points(recorded.epochs, f"{part}.{run.metric}") for part in ("train", "val"))
+        charts.append(metric_curves(named(run.metric), train.xy, val.xy, numbers.value))
+    charts += [_classes(run), rate_curves(rate.xy, numbers.rate)]
+    if is_scaled(scale.y):
+        charts.append(scale_curves(scale.xy, skips, numbers.scale))
+    curve = (Curve("each step", *norm.xy),)
+    charts.append(Curves("Gradient norm", curve, y_title="gradient norm", skips=skips, form=numbers.value))
+    return charts
+
+
+def _classes(run: RunFacts) -> Curves:
+    """Return the metric of each class in validation; of many classes, those that ended lowest."""
+    prefix = f"val.{run.metric}_"
+    found = [(name.removeprefix(prefix), CurvePoints(curve)) for name, curve in run.recorded.epochs.items()
+             if name.startswith(prefix)]  # fmt: skip
+    lowest = sorted((one for one in found if one[1].y), key=lambda one: one[1].y[-1])[:MOST_CLASSES]
+    curves = tuple(Curve(name, *points.xy, n % 2 == 1, n) for n, (name, points) in enumerate(lowest))
+    which = f", lowest {MOST_CLASSES} of {len(found)}" if len(found) > MOST_CLASSES else ""
+    title = f"Validation {named(run.metric)} by class{which}"
+    return Curves(title, curves, y_title=named(run.metric), form=numbers.value)
 
 
 def not_finite(run: RunFacts) -> list[str]:
     """Return the curves of steps in which no number was finite, so that nothing is drawn."""
     names = {"loss": "loss", "grad_norm": "gradient norm"}
-    return [word for key, word in names.items() if run.recorded.attempts and not _of_steps(run.recorded, key).y]
+    return [word for key, word in names.items() if run.recorded.attempts and not _of_steps(run, key).y]
 
 
-def speed_of(run: RunFacts) -> list[Chart]:
-    """Return the charts of the machine: throughput, waiting for data, and the GPU's work."""
+def speed_of(run: RunFacts) -> list[Curves]:
+    """Return the charts of the machine: throughput, waiting for data, the GPU's work, and memory."""
     rate, wait, busy = (_speeds(run, name) for name in ("samples_per_second", "wait_share", "gpu.utilisation"))
-    charts = [
-        line_chart(
-            "Throughput", [Curve("samples/s", rate.x, rate.y)], unit="samples/s", form=numbers.speed, scale="zero"
-        ),
-        line_chart("Waiting for data", [_in_percent(wait)], unit="% of the time", form=_percent, scale="zero"),
-        line_chart("GPU utilisation", [_in_percent(busy)], unit="%", form=_percent, scale="zero"),
+    throughput = (Curve("samples/s", *rate.xy),)
+    return [
+        Curves("Throughput", throughput, y_title="samples/s", scale="zero", form=numbers.speed),
+        Curves("Waiting for data", (_in_percent(wait),), y_title="% of the time", scale="zero", form=_percent),
+        Curves("GPU utilisation", (_in_percent(busy),), y_title="% of the time", scale="zero", form=_percent),
     ]
-    return [chart for chart in charts if chart is not None]
 
 
 def _in_percent(shares: CurvePoints) -> Curve:
     return Curve("share", shares.x, [100 * share for share in shares.y])
 
 
-def memory_of(run: RunFacts) -> Chart | None:
+def memory_of(run: RunFacts) -> Curves:
     """Return the memory of the device and of the process while the run went on."""
     names = {"on the device": "memory.device_bytes", "of the process": "memory.host_bytes"}
     found = [(name, _speeds(run, key)) for name, key in names.items()]
-    curves = [Curve(name, one.x, [value / 2**20 for value in one.y], n == 1, n) for n, (name, one) in enumerate(found)]
-    return line_chart("Memory while it ran", curves, unit="MiB", form=_mebibytes, scale="zero")
+    curves = tuple(
+        Curve(name, one.x, [value / 2**20 for value in one.y], n == 1, n) for n, (name, one) in enumerate(found)
+    )
+    return Curves("Memory while it ran", curves, y_title="MiB", scale="zero", form=_mebibytes)
 
 
-def headroom_of(run: RunFacts) -> Chart | None:
+def headroom_of(run: RunFacts) -> Curves:
     """Return how many bits were left in the tightest module, as the guard's monitors sampled it."""
     bits = _speeds(run, "meters.headroom_bits")
-    curve = Curve("tightest module", bits.x, bits.y)
-    return line_chart("Headroom", [curve], unit="bits to the format's end", form=_bits, scale="zero")
+    curve = Curve("tightest module", *bits.xy)
+    return Curves("Headroom", (curve,), y_title="bits to the format's end", scale="zero", form=_bits)
 
 
-def compared(runs: Sequence[tuple[str, RunFacts]]) -> list[Chart]:
+def compared(runs: Sequence[tuple[str, RunFacts]]) -> list[Curves]:
     """Return the curves of several named runs over one another."""
     metric = runs[0][1].metric
-    charts = [
-        line_chart(
-            "Training loss", [_smoothed(n, *run, "loss") for n, run in enumerate(runs)], unit="mean of those around"
-        ),
-        line_chart(
-            f"Validation {named(metric)}",
-            [
-                _one_of(n, name, curve_points(run.recorded.epochs, f"val.{metric}"))
-                for n, (name, run) in enumerate(runs)
-            ],
-        ),
+
+    def of_steps(title: str, key: str, **look: object) -> Curves:
+        found = [(name, _of_steps(run, key)) for name, run in runs]
+        curves = (Curve(name, one.x, smooth(one.y), n % 2 == 1, n) for n, (name, one) in enumerate(found))
+        return Curves(title, tuple(curves), **look)  # type: ignore[arg-type]
+
+    def of_points(title: str, found: list[tuple[str, CurvePoints]], **look: object) -> Curves:
+        curves = (Curve(name, *one.xy, n % 2 == 1, n) for n, (name, one) in enumerate(found))
+        return Curves(title, tuple(curves), **look)  # type: ignore[arg-type]
+
+    metrics = [(name, curve_points(run.recorded.epochs, f"val.{metric}")) for name, run in runs]
+    speeds = [(name, _speeds(run, "samples_per_second")) for name, run in runs]
+    return [
+        of_steps("Training loss", "loss", y_title="loss, moving mean", form=numbers.value),
+        of_points(f"Validation {named(metric)}", metrics, y_title=named(metric), form=numbers.value),
+        of_steps("Gradient norm", "grad_norm", y_title="gradient norm, moving mean", form=numbers.value),
+        of_steps("Learning rate", "lr", y_title="learning rate", scale="zero", form=numbers.rate),
+        of_points("Throughput", speeds, y_title="samples/s", scale="zero", form=numbers.speed),
     ]
-    for key in ("grad_norm", "lr"):
-        curves = [_smoothed(n, *run, key) for n, run in enumerate(runs)]
-        charts.append(line_chart(LABELS[key], curves, form=FORMS[key], scale=SCALES[key]))
-    speed = [_one_of(n, name, _speeds(run, "samples_per_second")) for n, (name, run) in enumerate(runs)]
-    charts.append(line_chart("Throughput", speed, unit="samples/s", form=numbers.speed, scale="zero"))
-    return [chart for chart in charts if chart is not None]
-
-
-def _one_of(n: int, name: str, found: CurvePoints) -> Curve:
-    return Curve(name, found.x, found.y, n % 2 == 1, n)
-
-
-def _smoothed(n: int, name: str, run: RunFacts, key: str) -> Curve:
-    found = _of_steps(run.recorded, key)
-    return Curve(name, found.x, smooth(found.y), n % 2 == 1, n)
 
 
 def smooth(given: Sequence[float]) -> list[float]:
     """Return the mean over a fiftieth of the run before and after each number, so that curves can be told apart."""
-    if not given:
-        return []  # a run before its first step, or one without a finite loss
-    found = np.array(given, float)
-    ones = np.ones(2 * max(1, len(found) // 50) + 1)
-    sums, counts = (np.convolve(one, ones, "same") for one in (found, np.ones_like(found)))
-    # Of fewer numbers than the window is long, `same` has the length of the window.
-    return [float(one) for one in (sums / counts)[: len(found)]]
+    reach = max(1, len(given) // 50)
+    sums = [0.0, *accumulate(given)]
+    spans = [(max(n - reach, 0), min(n + reach + 1, len(given))) for n in range(len(given))]
+    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in spans]
 
 
-def _loss(recorded: Summary) -> Chart | None:
-    train, val = _of_steps(recorded, "loss"), curve_points(recorded.epochs, "val.loss")
-    curves = [Curve("train", train.x, train.y, color=TRAIN), Curve("val", val.x, val.y, True, VAL)]
-    return line_chart("Loss", curves, skips=_skips(recorded))
-
-
-def _metric(run: RunFacts) -> Chart | None:
-    if run.metric == "loss":
-        return None
-    train, val = (curve_points(run.recorded.epochs, f"{part}.{run.metric}") for part in ("train", "val"))
-    curves = [Curve("train", train.x, train.y, color=TRAIN), Curve("val", val.x, val.y, True, VAL)]
-    return line_chart(named(run.metric), curves)
-
-
-def _steps(recorded: Summary, name: str) -> Chart | None:
-    found = _of_steps(recorded, name)
-    skips = _skips(recorded) if name != "lr" else []
-    curve = Curve("each step", found.x, found.y)
-    return line_chart(LABELS[name], [curve], form=FORMS[name], skips=skips, scale=SCALES[name])
-
-
-def _skips(recorded: Summary) -> list[tuple[float, str]]:
-    return [(float(skip.attempt), skip.reason) for skip in recorded.skips]
-
-
-def _moves(recorded: Summary, name: str) -> bool:
-    """Return whether a curve is worth its place: without a loss scale, it is 1 all the way."""
-    return name != "loss_scale" or any(value != 1.0 for value in _of_steps(recorded, name).y)
-
-
-def _of_steps(recorded: Summary, name: str) -> CurvePoints:
-    return curve_points(recorded.steps, name)
+def _of_steps(run: RunFacts, name: str) -> CurvePoints:
+    return curve_points(run.recorded.steps, name)
 
 
 def _speeds(run: RunFacts, name: str) -> CurvePoints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,11 @@ class RunFacts:
         return text(self.recorded.end.get("error")) or self.state.why
 
     @property
+    def do(self) -> str:
+        """Return what to type after the run's end, as its last line says it; empty where it says nothing."""
+        return text(self.recorded.end.get("do"), 500)
+
+    @property
     def is_over(self) -> bool:
         """Return whether nothing is added to the run unless it is started again."""
         return self.state.word != RUNNING
@@ -119,7 +124,7 @@ class RunFacts:
             "precision": dict(precision_rows(self)),
             "figures": dict(figure_rows(self)),
             "skipped": dict(self.recorded.skipped),
-            "incidents": incidents(self),
+            "incidents": [incident.as_dict() for incident in incidents(self)],
             "provenance": dict(provenance(self)),
             "recipe": self.recipe,
             "examined": sorted(self.examined),
@@ -270,45 +275,79 @@ def _git(value: object) -> str:
 
 # -- incidents --------------------------------------------------------------------------------------------------------
 
+MOST_BAD_SAMPLES = 20
+"""Samples that are listed; all are counted."""
 
-def incidents(run: RunFacts) -> list[dict[str, Any]]:
-    """Return the failed steps with the verdict of their replay, and what was done about each."""
+
+@dataclass
+class Incident:
+    """A failed step with the verdict of its replay, or another event of note, and what was done about it."""
+
+    attempt: int | None
+    cause: str
+    sentence: str
+    culprit: Pairs = field(default_factory=list)
+    cures: Pairs = field(default_factory=list)
+    """Remedies that the replay tried, and whether they work."""
+    evidence: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+    do: str = ""
+    """What to type, of a run that was given up."""
+    replay: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can represent."""
+        found = asdict(self)
+        do = found.pop("do")
+        return {**found, "done": [*self.done[:-1], f"{self.done[-1]}; to do: {do}"] if do else self.done}
+
+
+def incidents(run: RunFacts) -> list[Incident]:
+    """Return the failed steps with the verdict of their replay, what was done about each, and unusable samples."""
     kept = {one.attempt for one in generations(run.folder / FAILED_STEPS)}
-    found: list[dict[str, Any]] = []
+    found: list[Incident] = []
     for _, event in run.recorded.guard:
         facts = fields(event.get("facts"))
         if event.get("kind") == "verdict":
             found.append(_incident(run, facts, text(event.get("text")), kept))
         elif found and event.get("kind") in ("remedy", "probation"):
-            found[-1]["done"].append(text(event.get("text")))
+            found[-1].done.append(text(event.get("text")))
         else:
-            found.append({"attempt": None, "cause": text(event.get("kind"), 40), "sentence": text(event.get("text"))})
-            found[-1] |= {"culprit": [], "cures": [], "evidence": [], "done": [], "replay": ""}
+            found.append(Incident(None, text(event.get("kind"), 40), text(event.get("text"))))
     if found and run.state.word == GIVEN_UP:
-        found[-1]["done"].append(_given_up(run))
+        found[-1].done.append("the run was given up")
+        found[-1].do = run.do
     for incident in found:
-        incident["done"] = incident["done"] or ["the step was skipped: nothing of it reached the weights"]
-    return found
+        incident.done = incident.done or ["the step was skipped: nothing of it reached the weights"]
+    return [*found, *_bad_samples(run.recorded)]
 
 
-def _given_up(run: RunFacts) -> str:
-    do = text(run.recorded.end.get("do"), 500)
-    return "the run was given up" + (f"; to do: {do}" if do else "")
+def _bad_samples(recorded: Summary) -> list[Incident]:
+    count = recorded.bad_sample_count
+    if not count:
+        return []
+    listed = recorded.bad_samples[:MOST_BAD_SAMPLES]
+    lines = [f"{text(event.get('name'), 200)}: {text(event.get('reason'), 300)}" for _, event in listed]
+    more = [f"and {count - len(lines):,} more"] if count > len(lines) else []
+    replaced = sum(number(event.get("replacement")) >= 0 for _, event in recorded.bad_samples)
+    done = ["another sample was taken in place of each"] if replaced else []
+    done += ["those of the evaluation were left out of it"] if replaced < len(recorded.bad_samples) else []
+    sentence = f"{count:,} {'sample' if count == 1 else 'samples'} could not be used"
+    return [Incident(None, "bad samples", sentence, evidence=[*lines, *more], done=done)]
 
 
-def _incident(run: RunFacts, facts: dict[str, Any], said: str, kept: set[int]) -> dict[str, Any]:
+def _incident(run: RunFacts, facts: dict[str, Any], said: str, kept: set[int]) -> Incident:
     attempt = number(facts.get("attempt"))
     is_kept = known(attempt) and int(attempt) in kept
-    return {
-        "attempt": int(attempt) if known(attempt) else None,
-        "cause": text(facts.get("cause"), 40).replace("_", " "),
-        "sentence": said.removeprefix(f"{facts.get('cause')}: "),
-        "culprit": _culprit(fields(facts.get("culprit"))),
-        "evidence": texts(facts.get("evidence")),
-        "cures": [_cure(cure) for cure in rows(facts.get("cures"))],
-        "done": [],
-        "replay": f"halfstep replay {run.folder} --attempt {int(attempt)}" if is_kept else "",
-    }
+    return Incident(
+        int(attempt) if known(attempt) else None,
+        text(facts.get("cause"), 40).replace("_", " "),
+        said.removeprefix(f"{facts.get('cause')}: "),
+        _culprit(fields(facts.get("culprit"))),
+        [_cure(cure) for cure in rows(facts.get("cures"))],
+        texts(facts.get("evidence")),
+        replay=f"halfstep replay {run.folder} --attempt {int(attempt)}" if is_kept else "",
+    )
 
 
 def _culprit(found: dict[str, Any]) -> Pairs:

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
+from halfstep.draw.thinning import Thinned
 from halfstep.errors import BadData
 from halfstep.journal.jsonl import JOURNAL, parts_of
 from halfstep.journal.summary import Summary, summarize
-from halfstep.journal.thinning import Thinned
 from halfstep.report.json_fields import known, number
 
 __all__ = ["CurvePoints", "Summary", "curve_points", "read_journal"]
@@ -24,6 +24,11 @@ class CurvePoints:
         self.x, self.y = [float(attempt) for attempt, _ in kept], [value for _, value in kept]
         self.is_whole = curve is not None and curve.count == len(kept)
         """Whether every point was kept, and not only the extremes of many spans."""
+
+    @property
+    def xy(self) -> tuple[list[float], list[float]]:
+        """Return the attempts and the values."""
+        return self.x, self.y
 
     def without_first(self) -> list[float]:
         """Return the values after the first, which includes what happens once; the first where there is no other."""

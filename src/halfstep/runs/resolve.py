@@ -149,7 +149,7 @@ def _named_task(found: RawRecipe) -> str:
 # Checks that need no torch, which takes seconds to load.
 
 
-EVERY_RUN = ("safetensors", "matplotlib")
+EVERY_RUN = ("safetensors",)
 DRAWN = ("shapes", "maps")
 """Data that is generated, not read from disk."""
 

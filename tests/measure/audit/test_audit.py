@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from halfstep import audit, island, survival
 from halfstep.errors import UnknownName, WrongUse
 from halfstep.measure.audit import audit as auditing
-from halfstep.measure.audit.report import Audit, ModuleRow
+from halfstep.measure.audit.page import Audit
+from halfstep.measure.audit.report import ModuleRow
 from halfstep.measure.audit.watched import ObservedStep, watched_step
 from halfstep.measure.subject import Subject
 

@@ -12,7 +12,7 @@ import pytest
 from halfstep.errors import WrongUse
 from halfstep.measure.bench.bench import compare
 from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, Gain, Memory, RunFailed, RunResult
-from halfstep.measure.bench.report import Bench
+from halfstep.measure.bench.page import Bench
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 
 TOP1 = BenchMetric("top1", higher_is_better=True)
@@ -34,6 +34,11 @@ def arm(metric: float = 0.9, speed: float = 100.0, **more: Any) -> Callable[[int
 def benched(arms: dict[str, Callable[[int], RunResult]], seeds: int = 3, **more: Any) -> Bench:
     told: dict[str, Any] = {"name": "a bench", "metric": TOP1, "conditions": {"device": "a | device"}, **more}
     return compare(arms, seeds=range(1, seeds + 1), **told)
+
+
+def rows_of_table(found: Bench) -> list[str]:
+    """The rows of the Markdown table, without its head."""
+    return [line for line in found.markdown().splitlines() if line.startswith("|")][2:]
 
 
 def test_speed_memory_and_accuracy_in_one_sentence() -> None:
@@ -181,7 +186,7 @@ def test_markdown_has_every_column_and_as_many_cells_in_every_row() -> None:
     assert line == "|" + "---|" * len(titles)
     for row in rows:
         assert row.replace("\\|", "").count("|") == len(titles) + 1
-    assert "6 gradient_overflow" in rows[1]
+    assert r"6 gradient\_overflow" in rows[1]
     assert "1.0 GiB" in rows[1]
     assert "2 Wh" in rows[1]
     assert "not measured" in rows[0]
@@ -271,13 +276,13 @@ def test_a_mean_says_how_many_of_its_runs_were_finite() -> None:
         return RunResult(seed, math.nan if seed == 2 else 0.9)
 
     found = benched({"fp32": arm(), "bf16": once_lost})
-    assert "(2 of 3 finite)" in found.markdown().splitlines()[-3]
+    assert "(2 of 3 finite)" in rows_of_table(found)[1]
     assert [row["finite"] for row in found.as_dict()["rows"]] == [3, 2]
     assert found.markdown().count("finite)") == 1
 
 
 def test_what_was_not_measured_is_called_so() -> None:
-    line = benched({"fp32": arm()}).markdown().splitlines()[-3]
+    (line,) = rows_of_table(benched({"fp32": arm()}))
     assert line.count("not measured") == 3  # memory, peak and energy
 
 

@@ -17,7 +17,7 @@ import pytest
 from halfstep.errors import FolderTaken, HalfstepError, WrongUse
 from halfstep.measure.bench.bench import bench
 from halfstep.measure.bench.comparison import RunFailed
-from halfstep.measure.bench.report import Bench, write_report
+from halfstep.measure.bench.page import Bench, write_report
 from halfstep.measure.bench.runs import RecipeCandidate, RunTimeLimit, run_to_end
 
 SHORT = ("train.steps=3", "data.samples=24", "train.batch_size=4", "data.size=16")
@@ -79,7 +79,7 @@ def test_the_figures_are_those_of_the_runs(both: tuple[Bench, Bench, Path]) -> N
 def test_the_report_is_three_files(both: tuple[Bench, Bench, Path]) -> None:
     _, found, folder = both
     files = write_report(found, folder)
-    assert [path.name for path in files] == ["bench.json", "bench.md", "bench.png"]
+    assert [path.name for path in files] == ["bench.json", "bench.md", "bench.svg"]
     kept = json.loads(files[0].read_text(), parse_constant=pytest.fail)
     assert kept["settings"] == list(SHORT)
     assert kept["rows"][1]["parity"]["verdict"] == "can't tell"  # of two seeds

@@ -15,7 +15,8 @@ from torch import nn
 from halfstep.errors import HalfstepError, WrongUse
 from halfstep.finding import Finding
 from halfstep.formats import is_narrow
-from halfstep.measure.audit.report import LEAST_HEADROOM, Audit, IslandVerdict, judged, rows_of
+from halfstep.measure.audit.page import Audit
+from halfstep.measure.audit.report import LEAST_HEADROOM, IslandVerdict, judged, rows_of
 from halfstep.measure.audit.watched import Listeners, ObservedStep, watched_step
 from halfstep.measure.case import Case, LossFunction, resolve_precision
 from halfstep.measure.memory.devices import Target, device_named

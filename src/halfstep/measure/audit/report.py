@@ -1,4 +1,4 @@
-"""The report of an audit: the verdict, the modules, the islands and the findings."""
+"""The parts of an audit: verdicts on islands, and a row for each module."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from halfstep.formats import name_of
-from halfstep.json_data import JsonResult
 from halfstep.measure.audit.watched import ModuleWork, ObservedStep
 from halfstep.measure.survival import Gradients, squares
 from halfstep.measure.survival_report import named, where
 from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Range, Ranges
-from halfstep.observe.lint.listener import Spotted
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.island import islands
 
@@ -199,71 +197,3 @@ def _numbers(ranges: Ranges | None, module: str, parts: tuple[str, ...]) -> Numb
         return None
     headroom = together.headroom if math.isfinite(together.headroom) else None
     return Numbers(together.largest, headroom, together.underflow_share)
-
-
-# -- report -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Audit(JsonResult):
-    """Which format each part of a model is in, and the effect on its values."""
-
-    subject: str
-    precision: str
-    format: str
-    """The format expected for its matrix work."""
-    device: str
-    run: bool
-    """Whether values were computed; otherwise formats follow a device's rules and no values are known."""
-    flops: Mapping[str, int]
-    """FLOPs by format, islands included."""
-    share: float | None
-    """Share of the work outside islands that is in that format; None if there is no such work."""
-    island_share: float
-    """Share of all work that is inside islands."""
-    loss: float | None
-    loss_scale: float | None
-    rows: tuple[ModuleRow, ...]
-    islands: tuple[IslandVerdict, ...]
-    spotted: tuple[Spotted, ...]
-    notes: tuple[str, ...]
-    interrupted: bool = False
-    stopped: str | None = None
-    json_keys = (
-        *("subject", "verdict", "precision", "format", "device", "run", "share", "island_share", "flops", "loss"),
-        *("loss_scale", "modules", "islands", "findings", "notes", "stopped", "interrupted"),
-    )
-
-    def __str__(self) -> str:
-        return "\n".join([f"{self.precision}: {self.verdict}", *(str(one.finding) for one in self.spotted)])
-
-    @property
-    def verdict(self) -> str:
-        """Return one line: the share of the work in the expected format, and the number of findings."""
-        if not self.rows and self.interrupted:
-            return "interrupted before a step was seen"
-        work = "all work is in islands" if self.island_share else "no matrix product or convolution was seen"
-        if self.share is not None:
-            outside = " outside islands" if self.island_share else ""
-            enough = f"of the work{outside} in {self.format} as asked"
-            work = f"{_percent(self.share)} {enough}" if self.share >= 0.9 else f"only {_percent(self.share)} {enough}"
-        count = len(self.spotted)
-        worst = sum(one.finding.severity == "error" for one in self.spotted)
-        found = "nothing found" if not count else f"{count} finding{'s' if count > 1 else ''}"
-        errors = "errors" if worst > 1 else "an error"
-        return f"{work}; {found}" + (f", {errors if worst == count else f'{worst} of them {errors}'}" if worst else "")
-
-    @property
-    def modules(self) -> tuple[ModuleRow, ...]:
-        """Return the rows, as JSON names them."""
-        return self.rows
-
-    @property
-    def findings(self) -> tuple[Spotted, ...]:
-        """Return the findings with their places, as JSON names them."""
-        return self.spotted
-
-
-def _percent(share: float) -> str:
-    # 99.95 % and above must not be rounded to 100 %, which means all of it.
-    return "100 %" if share == 1 else f"{min(share, 0.999):.1%}".replace("%", " %")

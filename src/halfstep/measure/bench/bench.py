@@ -24,7 +24,7 @@ from halfstep.measure.bench.comparison import (
     rows_of,
     usual,
 )
-from halfstep.measure.bench.report import Bench
+from halfstep.measure.bench.page import Bench
 from halfstep.measure.bench.runs import METRIC, CaseCandidate, RecipeCandidate, RunTimeLimit, as_file, race_of
 from halfstep.measure.case import Case, LossFunction
 from halfstep.measure.conditions import Conditions, conditions

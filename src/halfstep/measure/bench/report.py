@@ -1,25 +1,13 @@
-"""The result of a bench: rows, their conditions, and one sentence for each candidate."""
+"""Format the figures of a bench as text, once for every place that shows them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
 
-from halfstep.errors import FolderTaken, MissingExtra
-from halfstep.files import read_json, write_json, write_text
 from halfstep.journal import numbers
-from halfstep.journal.jsonl import in_strict_json
-from halfstep.json_data import JsonResult, json_data
-from halfstep.measure.bench.comparison import BenchMetric, BenchRow, Gain, margin_over
-from halfstep.measure.conditions import Conditions, busy, in_words
+from halfstep.measure.bench.comparison import BenchMetric, BenchRow, Gain
+from halfstep.measure.conditions import Conditions, in_words
 from halfstep.measure.parity import Margin, ParityTest
-
-# -- words ------------------------------------------------------------------------------------------------------------
-# Format the figures of a bench as text, once for every place that shows them.
-
 
 Cell = Callable[[BenchRow, BenchRow], str]
 """The text of a column, from a row and the baseline's row."""
@@ -241,134 +229,3 @@ def footnote(conditions: Conditions, seeds: Sequence[int], metric: BenchMetric, 
 def many(count: int, word: str) -> str:
     """Return the word in the plural unless `count` is 1."""
     return word if count == 1 else f"{word}s"
-
-
-# -- report -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Bench(JsonResult):
-    """Candidates compared with strict fp32, which is the first row."""
-
-    name: str
-    metric: BenchMetric
-    seeds: tuple[int, ...]
-    rows: tuple[BenchRow, ...]
-    settings: tuple[str, ...] = ()
-    """Settings of the recipe that all candidates share."""
-    conditions: Conditions = field(default_factory=Conditions)
-    price_per_hour: float | None = None
-    interrupted: bool = False
-    notes: tuple[str, ...] = ()
-    """Deviations from the plan that cost no figure."""
-    raced: bool = False
-    """Whether speed is from a race of all candidates instead of their runs."""
-
-    def __str__(self) -> str:
-        return "\n".join([*self.verdicts, *self.asides])
-
-    @property
-    def baseline(self) -> BenchRow:
-        """Return the row of strict fp32."""
-        return self.rows[0]
-
-    @property
-    def has_configs(self) -> bool:
-        """Return whether candidates differ in more than their precision and have their own names."""
-        return any(row.name != row.config.precision for row in self.rows)
-
-    @property
-    def best(self) -> BenchRow | None:
-        """Return the fastest candidate that is proven faster and as good; None if there is none."""
-        proven = [row for row in self.rows[1:] if row.is_proven]
-        return max(proven, key=lambda row: row.gain.times if row.gain else 0.0, default=None)
-
-    @property
-    def margin(self) -> Margin | None:
-        """Return the margin on the metric, one for every candidate; None if fp32 has no finite metric."""
-        return margin_over(self.baseline.runs, self.metric) if self.baseline.finite else None
-
-    @property
-    def asides(self) -> tuple[str, ...]:
-        """Return remarks on all verdicts: the margin, other work on the machine, and deviations."""
-        # Without a candidate to compare, a margin means nothing.
-        margin = [margin_said(self.margin, self.metric)] if self.margin and len(self.rows) > 1 else []
-        return (*margin, *filter(None, [busy(self.conditions)]), *self.notes)
-
-    @property
-    def verdicts(self) -> tuple[str, ...]:
-        """Return a sentence for each candidate, one for a failed baseline, and the best of named candidates."""
-        first = [f"{self.baseline.name}: failed: {self.baseline.failed}"] if self.baseline.failed else []
-        best = [best_said(self.best, self.metric)] if self.best and self.has_configs else []
-        return (*first, *(sentence(row, self.metric, len(self.seeds)) for row in self.rows[1:]), *best)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data that strict JSON can represent."""
-        rows = [
-            {"name": row.name, **asdict(row.config), "failed": row.failed, **row.figures(),
-             "cost": row.cost(self.price_per_hour), "runs": row.runs}
-            for row in self.rows
-        ]  # fmt: skip
-        plain = {
-            "name": self.name, "settings": self.settings, "metric": self.metric, "baseline": self.baseline.name,
-            "seeds": self.seeds, "verdicts": self.verdicts, "margin": self.margin, "notes": self.notes,
-            "raced": self.raced, "rows": rows, "price_per_hour": self.price_per_hour, "conditions": self.conditions,
-            "interrupted": self.interrupted,
-        }  # fmt: skip
-        return in_strict_json(json_data(plain))
-
-    def markdown(self) -> str:
-        """Return the sentences, the table and the conditions as Markdown."""
-        shown = columns(self.metric, self.price_per_hour, configs=self.has_configs)
-        lines = [*(f"**{sentence}**  " for sentence in map(_escaped, self.verdicts)), ""]
-        lines += [f"{aside}  " for aside in map(_escaped, self.asides)] + [""] * bool(self.asides)
-        if self.interrupted:
-            # A report of a part must not be mistaken for a whole one.
-            lines += ["Interrupted: these are the runs that were finished.", ""]
-        lines += ["| Hardware | " + " | ".join(shown) + " |", "|---" * (len(shown) + 1) + "|"]
-        hardware = _escaped(self.conditions.get("device", ""))
-        for row in self.rows:
-            cells = [hardware, *(_escaped(cell(row, self.baseline)) for cell in shown.values())]
-            lines.append("| " + " | ".join(cells) + " |")
-        return "\n".join(
-            [*lines, "", _escaped(footnote(self.conditions, self.seeds, self.metric, raced=self.raced)), ""]
-        )
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
-# Write the result of a bench as files: JSON, Markdown and a chart.
-
-
-def check_folder(folder: Path, name: str) -> None:
-    """Raise `FolderTaken` if a report cannot be written there, or would replace one of another subject.
-
-    Called before anything runs.
-    """
-    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    # Creating a file in a folder needs X_OK as well.
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        what = "which may not be written" if nearest.is_dir() else "which is a file"
-        raise FolderTaken(f"{nearest}, {what}", allowed="a folder, or a place for a new one", do="--out NEW")
-    earlier = read_json(folder / "bench.json")
-    if isinstance(earlier, dict) and earlier.get("name", name) != name:
-        raise FolderTaken(
-            f"{folder}, which has a bench of {earlier['name']}", allowed="a folder for each bench", do="--out NEW"
-        )
-
-
-def write_report(bench: Bench, folder: Path) -> list[Path]:
-    """Write bench.json, bench.md and, if matplotlib is installed, bench.png; return the paths written."""
-    files = {name: folder / f"bench.{name}" for name in ("json", "md", "png")}
-    content = bench.as_dict()
-    write_json(files["json"], content)
-    write_text(files["md"], bench.markdown())
-    try:
-        from halfstep.draw.bars import draw_bars
-    except MissingExtra:
-        return [files["json"], files["md"]]
-    draw_bars(content, files["png"])
-    return list(files.values())

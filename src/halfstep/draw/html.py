@@ -1,0 +1,237 @@
+"""Render a page as HTML that needs nothing else: no network, no fonts, no script. All text is escaped."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from functools import lru_cache
+from pathlib import Path
+
+from halfstep._version import __version__
+from halfstep.draw.svg import FigureRow, chart_style, escaped, figure_of
+from halfstep.page import (
+    Bars,
+    Block,
+    Box,
+    Chart,
+    Charts,
+    Command,
+    Details,
+    Heading,
+    Items,
+    Page,
+    Pairs,
+    Paragraph,
+    Picture,
+    Pictures,
+    SideBySide,
+    Span,
+    Table,
+    Text,
+    Tree,
+    spans_of,
+)  # fmt: skip
+
+_CLASSES = {"dim": "soft", "good": "good", "warn": "warn", "bad": "bad", "note": "note"}
+
+
+def html_document(pages: Sequence[Page], *, title: str = "", refresh: int | None = None) -> str:
+    """Return pages as one document; with `refresh`, one that loads itself again after so many seconds."""
+    style, rest = _document_style(), [content for page in pages for content in _page(page)]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    # Allows this style by its digest, pictures within the page, and nothing else.
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+    again = [f'<meta http-equiv="refresh" content="{refresh:d}">'] if refresh else []
+    made = f"Made {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC by halfstep {__version__}."
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{escaped(policy)}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            '<meta name="referrer" content="no-referrer">',
+            *again,
+            f"<title>{escaped(title or ', '.join(page.title for page in pages))}</title>",
+            f"<style>{style}</style>",
+            "</head>",
+            '<body class="halfstep">',
+            *rest,
+            f"<footer>{escaped(made)} This page is one file: it loads nothing, and runs nothing.</footer>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def html_fragment(page: Page) -> str:
+    """Return a page for a notebook's cell, with its own style, which reaches nothing outside of it."""
+    return f'<div class="halfstep"><style>{_fragment_style()}</style>{"".join(_page(page))}</div>'
+
+
+def _colors_and_rules() -> tuple[str, str]:
+    colors, rules = chart_style().split("/* rules */")
+    return colors, rules + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=1)
+def _document_style() -> str:
+    colors, rules = _colors_and_rules()
+    return f"{colors}{rules.replace('&.halfstep', '.halfstep')}"
+
+
+@lru_cache(maxsize=1)
+def _fragment_style() -> str:
+    colors, rules = _colors_and_rules()
+    return f"{colors}.halfstep {{{rules.replace('&.halfstep', '&')}}}"
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def _page(page: Page) -> Iterator[str]:
+    aside = f' <span class="soft">· {escaped(page.aside)}</span>' if page.aside else ""
+    yield f"<header><h1>{escaped(page.title)}{aside}</h1>"
+    blocks = list(page.blocks)
+    if blocks and isinstance(blocks[0], Paragraph):
+        yield f'<p class="verdict">{_text(blocks.pop(0).text)}</p>'  # type: ignore[union-attr]
+    if blocks and isinstance(blocks[0], Pairs) and blocks[0].chips:
+        yield _block(blocks.pop(0))
+    yield "</header><main>"
+    yield from map(_block, blocks)
+    yield "</main>"
+
+
+def _text(text: Text) -> str:
+    return "".join(map(_span, spans_of(text)))
+
+
+def _span(span: Span) -> str:
+    shown = escaped(span.text)
+    if span.style == "code":
+        shown = f"<code>{shown}</code>"
+    elif span.style:
+        shown = f'<span class="{_CLASSES[span.style]}">{shown}</span>'
+    return f"<b>{shown}</b>" if span.strong else shown
+
+
+def _block(block: Block) -> str:
+    match block:
+        case Heading():
+            aside = f" <small>{escaped(block.aside)}</small>" if block.aside else ""
+            return f"<h{block.level}>{escaped(block.text)}{aside}</h{block.level}>"
+        case Paragraph():
+            return f"<p>{_text(block.text)}</p>"
+        case Items():
+            return f'<ul class="plain">{"".join(f"<li>{_text(row)}</li>" for row in block.rows)}</ul>'
+        case Command():
+            tag = "span" if block.is_prose else "code"
+            return f'<div class="do"><b>{escaped(block.lead.strip(" :"))}</b><{tag}>{escaped(block.text)}</{tag}></div>'
+        case Pairs():
+            return _pairs(block)
+        case Table():
+            return _table(block)
+        case Box():
+            tone = _CLASSES.get(block.tone, "")
+            return f'<div class="box {tone}"><h3>{_text(block.title)}</h3>{_blocks(block.blocks)}</div>'
+        case Details():
+            return f"<details><summary>{escaped(block.summary)}</summary>{_blocks(block.blocks)}</details>"
+        case SideBySide():
+            return f'<div class="two">{"".join(f"<div>{_blocks(part)}</div>" for part in block.parts)}</div>'
+        case Pictures():
+            return f'<div class="pictures">{"".join(map(_picture, block.pictures))}</div>'
+        case Charts():
+            return _charts(block.charts)
+
+
+def _blocks(blocks: Sequence[Block]) -> str:
+    return "".join(map(_block, blocks))
+
+
+def _pairs(block: Pairs) -> str:
+    if block.chips:
+        chips = (f'<li class="chip">{escaped(name)} <b>{_text(value)}</b></li>' for name, value in block.rows)
+        return f'<ul class="chips">{"".join(chips)}</ul>'
+    rows = (f'<tr><th scope="row">{escaped(name)}</th><td>{_text(value)}</td></tr>' for name, value in block.rows)
+    return f'<div class="scroll"><table class="pairs"><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _table(table: Table) -> str:
+    head = ""
+    if any(column.title for column in table.columns):
+        cells = (f'<th scope="col"{_side(column.align)}>{escaped(column.title)}</th>' for column in table.columns)
+        head = f"<thead><tr>{''.join(cells)}</tr></thead>"
+    body = "".join(map(_row, [table] * len(table.rows), table.rows))
+    return f'<div class="scroll" tabindex="0"><table class="wide">{head}<tbody>{body}</tbody></table></div>'
+
+
+def _row(table: Table, row: tuple[Text, ...]) -> str:
+    if not row:
+        return f'<tr class="line"><td colspan="{len(table.columns)}"></td></tr>'
+    first, *others = row
+    cells = [f'<th scope="row">{_text(first)}</th>']
+    for column, cell in zip(table.columns[1:], others, strict=True):
+        cells.append(f"<td{_side(column.align)}>{_cell(cell)}</td>")
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _cell(cell: Text) -> str:
+    # A cell that is one good, bad or doubtful word stands out as a label.
+    if isinstance(cell, Span) and cell.style in ("good", "warn", "bad"):
+        return f'<span class="tag {cell.style}">{escaped(cell.text)}</span>'
+    return _text(cell)
+
+
+def _side(align: str) -> str:
+    return ' class="num"' if align == "right" else ""
+
+
+def _picture(picture: Picture) -> str:
+    source = f"data:image/{picture.format};base64,{base64.b64encode(picture.data).decode()}"
+    return (
+        f'<figure><figcaption>{escaped(picture.caption)}</figcaption><img src="{source}" '
+        f'width="{picture.width}" height="{picture.height}" alt="{escaped(picture.alt or picture.caption)}"></figure>'
+    )
+
+
+# -- charts -----------------------------------------------------------------------------------------------------------
+
+
+def _charts(charts: Sequence[Chart]) -> str:
+    """Return charts in rows of two or three, so that none is alone in a row."""
+    small = [chart for chart in charts if not isinstance(chart, Tree)]
+    figures = [_figure(chart, "w6") for chart in charts if isinstance(chart, Tree)]
+    # The charts of the last rows, which have two each; all rows before have three.
+    in_pairs = {0: 0, 1: 4, 2: 2}[len(small) % 3]
+    for n, chart in enumerate(small):
+        place = "w3" if n >= len(small) - in_pairs else "w2"
+        if len(small) == 1:
+            place = "w6" if isinstance(chart, Bars) else "alone"
+        figures.append(_figure(chart, place + (" odd" if n == len(small) - 1 and len(small) % 2 else "")))
+    return f'<div class="grid">{"".join(figures)}</div>'
+
+
+def _figure(chart: Chart, place: str) -> str:
+    found = figure_of(chart)
+    unit = f' <span class="unit">{escaped(found.unit)}</span>' if found.unit else ""
+    legend = "".join(f"<li>{_swatch(drawing)}{escaped(words)}</li>" for drawing, words in found.legend)
+    listed = f'<ul class="legend">{legend}</ul>' if legend else ""
+    caption = f"<figcaption>{escaped(found.title)}{unit}</figcaption>"
+    return f'<figure class="{place}">{caption}{listed}{"".join(map(_drawing, found.rows))}</figure>'
+
+
+def _swatch(drawing: str) -> str:
+    return f'<svg width="22" height="11" aria-hidden="true">{drawing}</svg>' if drawing else ""
+
+
+def _drawing(row: FigureRow) -> str:
+    said = f'role="img" aria-label="{escaped(row.label)}"' if row.label else 'aria-hidden="true"'
+    if row.width:
+        return f'<svg class="chart" viewBox="0 0 {row.width} {row.height}" {said}>{row.inside}</svg>'
+    name = f'<div class="name"><b>{escaped(row.name)}</b><span>{escaped(row.words)}</span></div>' if row.name else ""
+    return f'<div class="bar">{name}<svg width="100%" height="{row.height}" {said}>{row.inside}</svg></div>'

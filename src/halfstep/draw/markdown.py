@@ -1,0 +1,150 @@
+"""Render a page as Markdown: text and tables, with charts as a line of blocks or as links to their files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from halfstep.draw.svg import write_svg
+from halfstep.draw.thinning import thin
+from halfstep.files import write_text
+from halfstep.page import (
+    Block,
+    Box,
+    Charts,
+    Command,
+    Curves,
+    Details,
+    Heading,
+    Items,
+    Page,
+    Pairs,
+    Paragraph,
+    Pictures,
+    SideBySide,
+    Span,
+    Table,
+    Text,
+    spans_of,
+)  # fmt: skip
+from halfstep.printable import in_line
+
+_SPECIAL = frozenset("\\`*_{}[]<>#|!~&$@")
+"""Characters that Markdown, or GitHub's form of it, may take for markup, a mention or a formula."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def markdown(page: Page, chart_files: Sequence[str] = ()) -> str:
+    """Return a page as Markdown. Block n of its charts links to file n; without a file, curves are lines of blocks."""
+    return "\n\n".join([f"## {escaped(page.title)}", *_Writer(chart_files).blocks(page.blocks)]) + "\n"
+
+
+def write_markdown(page: Page, path: Path) -> list[Path]:
+    """Write a page as Markdown, with its charts as SVG files next to it; return the paths written."""
+    groups = list(_charts_in(page.blocks))
+    files = [
+        path.with_suffix(".svg") if n == 0 else path.with_name(f"{path.stem}-{n + 1}.svg") for n in range(len(groups))
+    ]
+    write_text(path, markdown(page, [file.name for file in files]))
+    for group, file in zip(groups, files, strict=True):
+        write_svg(group.charts, file)
+    return [path, *files]
+
+
+def escaped(value: object) -> str:
+    """Return data as Markdown shows it literally, on one line."""
+    return "".join(f"\\{c}" if c in _SPECIAL else c for c in in_line(value)).replace("://", ":\u200b//")
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """Return a curve as a line of blocks; empty where it has no two finite numbers."""
+    _, y = thin(range(len(values)), values, width // 2)
+    y = [y[n * (len(y) - 1) // (width - 1)] for n in range(width)] if len(y) > width else y
+    if len(y) < 2:
+        return ""
+    low, span = min(y), (max(y) - min(y)) or 1.0
+    return "".join(_BLOCKS[int((value - low) / span * (len(_BLOCKS) - 1))] for value in y)
+
+
+def _charts_in(blocks: Sequence[Block]) -> Iterator[Charts]:
+    for block in blocks:
+        if isinstance(block, Charts):
+            yield block
+        elif isinstance(block, Box | Details):
+            yield from _charts_in(block.blocks)
+        elif isinstance(block, SideBySide):
+            for part in block.parts:
+                yield from _charts_in(part)
+
+
+def _text(text: Text) -> str:
+    return "".join(map(_span, spans_of(text)))
+
+
+def _span(span: Span) -> str:
+    if span.style == "code":
+        return _code(span.text)
+    shown = escaped(span.text)
+    return f"**{shown}**" if span.strong and shown.strip() == shown and shown else shown
+
+
+def _code(text: str) -> str:
+    """Return a command in backticks; with characters that end them or that HTML takes for a tag, as escaped text."""
+    return escaped(text) if set("`<>|") & set(text) else f"`{in_line(text)}`"
+
+
+class _Writer:
+    """Blocks of one page, whose charts link to files in their order."""
+
+    def __init__(self, chart_files: Sequence[str]) -> None:
+        self._files = iter(chart_files)
+
+    def blocks(self, blocks: Sequence[Block]) -> list[str]:
+        """Return the blocks that say something."""
+        return [text for block in blocks if (text := self.block(block))]
+
+    def block(self, block: Block) -> str:
+        match block:
+            case Heading():
+                aside = f": {escaped(block.aside)}" if block.aside else ""
+                return f"{'#' * (block.level + 1)} {escaped(block.text)}{aside}"
+            case Paragraph():
+                return _text(block.text)
+            case Items():
+                return "\n".join(f"- {_text(row)}" for row in block.rows)
+            case Command():
+                typed = escaped(block.text) if block.is_prose else _code(block.text)
+                return f"{escaped(block.lead.strip(' $'))} {typed}".strip()
+            case Pairs():
+                return _table(["", ""], [[escaped(name), _text(value)] for name, value in block.rows])
+            case Table():
+                heads = [escaped(column.title) for column in block.columns]
+                rows = [[_text(cell) for cell in row] for row in block.rows if row]
+                return _table(heads, rows, [column.align for column in block.columns])
+            case Box():
+                return "\n\n".join(
+                    [f"**{escaped(''.join(s.text for s in spans_of(block.title)))}**", *self.blocks(block.blocks)]
+                )
+            case Details():
+                inside = "\n\n".join(self.blocks(block.blocks))
+                return f"<details><summary>{escaped(block.summary)}</summary>\n\n{inside}\n\n</details>"
+            case SideBySide():
+                return "\n\n".join(text for part in block.parts for text in self.blocks(part))
+            case Pictures():
+                return ""
+            case Charts():
+                return self._charts(block)
+
+    def _charts(self, block: Charts) -> str:
+        file = next(self._files, None)
+        if file is not None:
+            return f"![{escaped(', '.join(chart.title for chart in block.charts))}]({file.replace(' ', '%20')})"
+        curves = [chart for chart in block.charts if isinstance(chart, Curves)]
+        lines = [(chart.title, sparkline(chart.curves[0].y)) for chart in curves if chart.curves]
+        return "  \n".join(f"{escaped(title)}: {line}" for title, line in lines if line)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], aligns: Sequence[str] = ()) -> str:
+    sides = ["---:" if align == "right" else "---" for align in aligns] or ["---"] * len(heads)
+    lines = [f"| {' | '.join(heads)} |", f"|{'|'.join(sides)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

@@ -1,0 +1,279 @@
+"""The result of an audit, and its page: the verdict, the findings, the modules and islands, and one command to type."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.json_data import JsonResult
+from halfstep.measure.audit.model_tree import ModuleFlops, model_tree
+from halfstep.measure.audit.report import IslandVerdict, ModuleRow, Numbers
+from halfstep.observe.lint.listener import Spotted
+from halfstep.page import (
+    Block,
+    Column,
+    Command,
+    Heading,
+    Page,
+    Paragraph,
+    Span,
+    Style,
+    Table,
+    Text,
+    Tree,
+    charts_of,
+    finding_box,
+)
+
+_MOST_MODULES = 12
+_MIXED = 0.995
+_FEW_BITS = 1.0
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_NEEDED: dict[bool | None, Span] = {
+    True: Span("needed", "good"), False: Span("not needed", "warn"), None: Span("unknown", "dim"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(JsonResult, ShownAsPage):
+    """Which format each part of a model is in, and the effect on its values."""
+
+    subject: str
+    precision: str
+    format: str
+    """The format expected for its matrix work."""
+    device: str
+    run: bool
+    """Whether values were computed; otherwise formats follow a device's rules and no values are known."""
+    flops: Mapping[str, int]
+    """FLOPs by format, islands included."""
+    share: float | None
+    """Share of the work outside islands that is in that format; None if there is no such work."""
+    island_share: float
+    """Share of all work that is inside islands."""
+    loss: float | None
+    loss_scale: float | None
+    rows: tuple[ModuleRow, ...]
+    islands: tuple[IslandVerdict, ...]
+    spotted: tuple[Spotted, ...]
+    notes: tuple[str, ...]
+    interrupted: bool = False
+    stopped: str | None = None
+    json_keys = (
+        *("subject", "verdict", "precision", "format", "device", "run", "share", "island_share", "flops", "loss"),
+        *("loss_scale", "modules", "islands", "findings", "notes", "stopped", "interrupted"),
+    )
+
+    def page(self) -> Page:
+        """Return the page about it."""
+        return audit_page(self)
+
+    @property
+    def verdict(self) -> str:
+        """Return one line: the share of the work in the expected format, and the number of findings."""
+        if not self.rows and self.interrupted:
+            return "interrupted before a step was seen"
+        work = "all work is in islands" if self.island_share else "no matrix product or convolution was seen"
+        if self.share is not None:
+            outside = " outside islands" if self.island_share else ""
+            enough = f"of the work{outside} in {self.format} as asked"
+            work = f"{_percent(self.share)} {enough}" if self.share >= 0.9 else f"only {_percent(self.share)} {enough}"
+        count = len(self.spotted)
+        worst = sum(one.finding.severity == "error" for one in self.spotted)
+        found = "nothing found" if not count else f"{count} finding{'s' if count > 1 else ''}"
+        errors = "errors" if worst > 1 else "an error"
+        return f"{work}; {found}" + (f", {errors if worst == count else f'{worst} of them {errors}'}" if worst else "")
+
+    @property
+    def modules(self) -> tuple[ModuleRow, ...]:
+        """Return the rows, as JSON names them."""
+        return self.rows
+
+    @property
+    def findings(self) -> tuple[Spotted, ...]:
+        """Return the findings with their places, as JSON names them."""
+        return self.spotted
+
+
+def _percent(share: float) -> str:
+    # 99.95 % and above must not be rounded to 100 %, which means all of it.
+    return "100 %" if share == 1 else f"{min(share, 0.999):.1%}".replace("%", " %")
+
+
+# -- page -------------------------------------------------------------------------------------------------------------
+
+
+def audit_page(audit: Audit, *, every: bool = False, picture: Path | None = None, command: str = "") -> Page:
+    """Return the page of an audit; `every` lists each module, `command` is what to type next."""
+    blocks: list[Block] = []
+    if audit.interrupted:
+        blocks.append(Paragraph(Span("interrupted: this is what was seen until then", "warn")))
+    blocks += [Paragraph(_verdict(audit)), Paragraph(Span(_circumstances(audit), "dim"))]
+    if audit.stopped:
+        blocks.append(Paragraph(Span(f"the step ended early: {audit.stopped}", "warn")))
+    for one in audit.spotted:
+        finding = one.finding
+        blocks.append(finding_box(finding.id, finding.severity, finding.evidence, finding.fix))
+    blocks += [*_modules(audit, every), *charts_of(formats_chart(audit)), *_islands(audit.islands)]
+    blocks += [Paragraph(Span(note, "dim"), gap=n == 0) for n, note in enumerate(audit.notes)]
+    if picture is not None and audit.rows:
+        blocks.append(Paragraph(f"picture: {picture}", wrap=False, gap=not audit.notes))
+    if command:
+        blocks.append(Command(command, gap=True))
+    return Page(f"audit of {audit.subject}", tuple(blocks), audit.device)
+
+
+def formats_chart(audit: Audit) -> Tree:
+    """Return the model by format."""
+    return model_tree(ModuleFlops(row.module, row.flops, row.island) for row in audit.rows)
+
+
+def _verdict(audit: Audit) -> Text:
+    worst = {one.finding.severity for one in audit.spotted}
+    tone: Style = "bad" if "error" in worst else "warn" if "warning" in worst or audit.interrupted else "good"
+    return Span(audit.precision, tone, strong=True), f": {audit.verdict}"
+
+
+def _circumstances(audit: Audit) -> str:
+    words = [audit.subject, audit.device]
+    total = sum(audit.flops.values())
+    if total:
+        shares = ", ".join(f"{name} {format_share(count / total)}" for name, count in audit.flops.items())
+        words.append(f"all work: {shares}")
+    if audit.island_share:
+        words.append(f"{format_share(audit.island_share)} in islands")
+    if audit.loss_scale:
+        words.append(f"loss scale {audit.loss_scale:.0f}")
+    return "; ".join(words)
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModuleGroup:
+    """Modules whose paths differ only by a number and whose formats agree."""
+
+    pattern: str
+    rows: tuple[ModuleRow, ...]
+
+    @property
+    def share(self) -> float:
+        return sum(row.share for row in self.rows)
+
+    def headroom_bits(self, way: str) -> float | None:
+        """Return the least headroom of a way, `forward` or `backward`."""
+        bits = [found.headroom_bits for found in self._numbers(way) if found.headroom_bits is not None]
+        return min(bits, default=None)
+
+    def underflow(self, way: str) -> float | None:
+        """Return the largest share that vanished; None where no values are known."""
+        return max((found.underflow for found in self._numbers(way)), default=None)
+
+    def _numbers(self, way: str) -> list[Numbers]:
+        return [found for row in self.rows if (found := getattr(row, way)) is not None]
+
+
+def grouped(rows: Sequence[ModuleRow]) -> list[ModuleGroup]:
+    """Merge modules whose paths differ only by a number and whose formats agree."""
+    groups: dict[tuple[str, ...], list[ModuleRow]] = {}
+    for row in rows:
+        computed = [f"{name} {share:.2f}" for name, share in row.computed.items()]
+        key = (_NUMBER.sub("*", row.module), row.kind, _formats(row.stored), _formats(row.saved), *computed)
+        groups.setdefault(key, []).append(row)
+    return [
+        ModuleGroup(found[0].module if len(found) == 1 else pattern, tuple(found))
+        for (pattern, *_), found in groups.items()
+    ]
+
+
+def _modules(audit: Audit, every: bool) -> Iterator[Block]:
+    groups = [ModuleGroup(row.module, (row,)) for row in audit.rows] if every else grouped(audit.rows)
+    named = {module for one in audit.spotted for module in one.modules}
+
+    def order(group: ModuleGroup) -> tuple[bool, float]:
+        own = {row.module for row in group.rows}
+        return not (own & named or group.rows[0].island in own), -group.share
+
+    groups = sorted(groups, key=order)
+    if not groups:
+        return
+    shown = groups if every else groups[:_MOST_MODULES]
+    count = sum(len(group.rows) for group in shown)
+    aside = "" if count == len(audit.rows) else f"; {count} of {len(audit.rows)}, see --all"
+    yield Heading("Modules", f"findings and islands first, then by work{aside}")
+    yield _table(shown, audit.format)
+
+
+def _table(groups: Sequence[ModuleGroup], asked: str) -> Table:
+    columns = [
+        Column("module", wrap="fold"),
+        *(Column(title, wrap="never") for title in ("stored", "computed", "kept")),
+    ]
+    columns.append(Column("work", "right", "never"))
+    ways = ("forward", "backward") if any(row.forward for group in groups for row in group.rows) else ()
+    if ways:
+        columns += [Column("headroom", "right", "never"), Column("vanish", "right", "never")]
+        columns += [
+            Column(f"gradients\n{title}", "right", "never", terminal="wide") for title in ("headroom", "vanish")
+        ]
+    rows = []
+    for group in groups:
+        first = group.rows[0]
+        cells: list[Text] = [_name(group), _formats(first.stored), _computed(first, asked), _formats(first.saved)]
+        cells.append(format_share(group.share))
+        for way in ways:
+            cells += [_bits(group.headroom_bits(way)), format_share(group.underflow(way) or 0.0)]
+        rows.append(tuple(cells))
+    return Table(tuple(columns), tuple(rows))
+
+
+def _name(group: ModuleGroup) -> Text:
+    parts: list[str | Span] = [group.pattern]
+    if len(group.rows) > 1:
+        kind = f" {group.rows[0].kind}" if group.pattern.endswith("*") else ""
+        parts.append(Span(f"{kind} x{len(group.rows)}", "dim"))
+    if group.rows[0].island == group.pattern:
+        parts.append(Span(" (island)", "note"))
+    return tuple(parts)
+
+
+def _computed(row: ModuleRow, asked: str) -> Text:
+    if not row.computed:
+        return Span("-", "dim")
+    name, share = next(iter(row.computed.items()))
+    # Work in another format than asked for, and in no island: probably unintended.
+    is_stray = bool(row.flops) and name != asked and row.island is None
+    style: Style = "warn" if is_stray else "note" if row.island is not None else ""
+    return Span(name if share >= _MIXED else f"{name} {share:.0%}", style)
+
+
+def _formats(sizes: Mapping[str, int]) -> str:
+    names = [name for name, _ in sorted(sizes.items(), key=lambda item: -item[1])]
+    return "+".join(names[:2]) if names else "-"
+
+
+def _bits(bits: float | None) -> Text:
+    if bits is None:
+        return Span("-", "dim")
+    # Adding 0.0 turns -0.0 into 0.0.
+    return Span(f"{bits + 0.0:.1f} bits", "bad" if bits < 0 else "warn" if bits < _FEW_BITS else "")
+
+
+def format_share(share: float) -> str:
+    """Return a share in percent."""
+    if not share:
+        return "-"
+    # 99.95 % and above must not be rounded to 100 %, which means all of it.
+    return f"{share if share == 1 else min(share, 0.999):.1%}" if share >= 0.001 else "<0.1%"
+
+
+def _islands(islands: Sequence[IslandVerdict]) -> Iterator[Block]:
+    if islands:
+        yield Heading("Islands", "the same step without each of them")
+        columns = (Column(wrap="fold", widest=34), Column(wrap="never"), Column(wrap="fold"))
+        rows = tuple((one.path or "(the model itself)", _NEEDED[one.needed], one.why) for one in islands)
+        yield Table(columns, rows)
