@@ -39,7 +39,7 @@ def test_markdown_and_another_file(tmp_path: Path) -> None:
     done = report(*runs, "--format", "md", "--output", tmp_path / "out" / "pr.md")
     assert done.exit_code == 0, done.output
     text = (tmp_path / "out" / "pr.md").read_text()
-    assert text.startswith("## 2 runs side by side: against fp32, bf16:")
+    assert "\n2 runs side by side: against fp32, bf16:" in text
     assert "| precision | fp32 | bf16 |" in text
 
 

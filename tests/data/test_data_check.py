@@ -43,7 +43,7 @@ def pairs(root: Path, count: int = 12) -> Path:
 
 
 def checked(root: Path, **options: Any) -> dict[str, Any]:
-    return report.check(find_layout(root), **options)
+    return report.check(find_layout(root), **options).as_dict()
 
 
 def ids(found: dict[str, Any], severity: str = "") -> set[str]:
@@ -200,7 +200,7 @@ def test_faults_of_class_folders(tmp_path: Path) -> None:
     assert ids(found, "warning") >= {"one-image", "lopsided"}
     (tmp_path / "only").mkdir()
     classes(tmp_path / "only", {"cat": 3})
-    assert "one-class" in ids(report.check(find_layout(tmp_path / "only", "classification")), "error")
+    assert "one-class" in ids(report.check(find_layout(tmp_path / "only", "classification")).as_dict(), "error")
 
 
 def test_splits_are_checked_against_each_other(tmp_path: Path) -> None:

@@ -71,6 +71,6 @@ def test_best_weights_of_another_epoch_are_told_by_whoever_ends_the_run(
     notes = Notes()
     later = RunOutputs(tmp_path, Journal([notes]), pictures=0)
     later.last(model(), None)
-    later.result(ended(best))
+    later.result(ended(best), best)
     assert notes.texts == [f"the best epoch was 2, and its weights were not kept: {BEST} is of epoch {n}" for n in told]
     assert json.loads((tmp_path / RESULT).read_text())["best"]["epoch"] == best

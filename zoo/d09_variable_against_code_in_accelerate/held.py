@@ -17,9 +17,8 @@ def run() -> Outcome:
         checked = check_settings(str(file), variables=VARIABLE)
         file.write_text(CONFIGURATION.replace("bf16", "fp16"))
         mended = check_settings(str(file), variables=VARIABLE)
-    sides = [f"{setting['source']} {setting['value']}" for one in checked["conflicts"] for setting in one["settings"]]
+    sides = [f"{found.kind} {found.value}" for one in checked.conflicts for found in (one.one, one.other)]
     return Outcome(
-        good=sorted(sides) == ["environment fp16", "recipe bf16"] and mended["status"]["aligned"],
-        seen=f"{checked['status']['final']}: {checked['status']['amp']}; with one of them changed: "
-        f"{mended['status']['amp']}",
+        good=sorted(sides) == ["environment fp16", "recipe bf16"] and mended.status.aligned,
+        seen=f"{checked.status.final}: {checked.status.amp}; with one of them changed: {mended.status.amp}",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from halfstep.draw.curves import draw_curves
 from halfstep.draw.series import Series
 from halfstep.journal.events import END, EPOCH, Event
 
@@ -44,6 +43,8 @@ class Curves:
             self._draw()
 
     def _draw(self) -> None:
+        from halfstep.draw.curves import draw_curves  # not needed before the first epoch ends
+
         began = time.monotonic()
         draw_curves(self._series, self._path)
         ended = time.monotonic()
