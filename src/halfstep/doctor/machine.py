@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
+from halfstep import numbers
 from halfstep.doctor.wheel import Board, Build, check_build, read_build
 from halfstep.finding import Finding
 from halfstep.precision.known_bad import KnownBad, known_bad
@@ -51,12 +52,13 @@ def check_shared_memory(size: int | None, workers: int | None = None, batch: int
         return []
     if workers is not None and batch is not None:
         needed = workers * PREFETCHED * batch
-        why = f"{workers} workers keep {PREFETCHED} batches of {_shown(batch)} each ready, {_shown(needed)} together"
+        total = numbers.size(needed)
+        why = f"{workers} workers keep {PREFETCHED} batches of {numbers.size(batch)} each ready, {total} together"
     else:
         needed, why = SMALL, "workers of a DataLoader pass their batches through it"
     if size >= needed:
         return []
-    evidence = f"{SHARED_MEMORY} has {_shown(size)}, and {why}: a worker is killed by a bus error"
+    evidence = f"{SHARED_MEMORY} has {numbers.size(size)}, and {why}: a worker is killed by a bus error"
     return [Finding("machine.shared_memory", "warning", evidence, f"{_LARGER}; or fewer workers")]
 
 
@@ -124,7 +126,3 @@ def _shared_memory() -> int | None:
     except (OSError, AttributeError):
         return None
     return found.f_frsize * found.f_blocks
-
-
-def _shown(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

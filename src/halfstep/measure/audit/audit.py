@@ -25,7 +25,8 @@ from halfstep.measure.memory.fake_tensors import FakeCandidate, built, fake_mode
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, subject_of
 from halfstep.measure.survival import survival
-from halfstep.measure.survival_report import Survival, named, number, where
+from halfstep.measure.survival_report import Survival, named, where
+from halfstep.numbers import number
 from halfstep.observe.emulate import BACKWARD, Event
 from halfstep.observe.lint.calls import Calls
 from halfstep.observe.lint.listener import Spotted

@@ -22,7 +22,6 @@ from halfstep.errors import HalfstepError, reason_in
 from halfstep.files import read_json, write_json
 from halfstep.journal.events import Event
 from halfstep.journal.jsonl import in_strict_json, read_events
-from halfstep.journal.numbers import to_float
 from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, RunFailed, RunResult, gain_of_race, smoothed
 from halfstep.measure.case import Case
 from halfstep.measure.conditions import Conditions
@@ -37,6 +36,7 @@ from halfstep.measure.worker_process import (
     TimedUpdate,
     end_process,
 )
+from halfstep.numbers import to_float
 
 # -- journals ---------------------------------------------------------------------------------------------------------
 # Compute the figures of a bench from a run's journal.
