@@ -11,9 +11,9 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 
 from halfstep import numbers
+from halfstep._version import installed_version
 from halfstep.doctor.wheel import Board, Build, check_build, read_build
 from halfstep.finding import Finding
 from halfstep.precision.known_bad import KnownBad, known_bad
@@ -65,7 +65,7 @@ def check_shared_memory(size: int | None, workers: int | None = None, batch: int
 def read_machine(build: Build | None = None) -> Machine:
     """Return the facts of this machine."""
     names = {str(entry["package"]) for entry in known_bad() if "package" in entry}
-    found = {name: version for name in sorted(names) if (version := _installed(name))}
+    found = {name: version for name in sorted(names) if (version := installed_version(name))}
     apple = sys.platform == "darwin" and platform.machine() == "arm64"
     return Machine(found, (build or read_build()).boards, _shared_memory(), apple)
 
@@ -111,13 +111,6 @@ def _release(version: str) -> tuple[int, ...]:
     while parts and parts[-1] == 0:
         parts.pop()
     return tuple(parts)
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _shared_memory() -> int | None:

@@ -27,6 +27,7 @@ from halfstep.measure.memory.devices import Target, device_named, own_choice
 from halfstep.measure.memory.fake_tensors import (
     FakeCandidate,
     MakeCase,
+    asked_at,
     built,
     fake_mode,
     made_once,
@@ -45,7 +46,6 @@ from halfstep.observe.recorder import eagerly
 from halfstep.precision.hardware import ability, describe
 from halfstep.precision.names import AUTO
 from halfstep.precision.precision import Precision
-from halfstep.user_code import MEASURING, lines_outside, place
 
 # -- notes ------------------------------------------------------------------------------------------------------------
 # Write the remarks that readers of a ledger need.
@@ -511,13 +511,7 @@ def _attention(
 def _refusal(error: RuntimeError, precision: str) -> PrecisionRefused:
     what = str(error).split(" and ")[0].removeprefix("torch.nn.functional.")
     return PrecisionRefused(
-        f"CUDA's autocast refuses {what} in {precision}, called at {_asked_at(error)}",
+        f"CUDA's autocast refuses {what} in {precision}, called at {asked_at(error)}",
         allowed="binary_cross_entropy_with_logits, or the same loss in fp32",
         do="leave the sigmoid out and use nn.BCEWithLogitsLoss(), or wrap the loss: halfstep.island(nn.BCELoss())",
     )
-
-
-def _asked_at(error: BaseException) -> str:
-    """Return the innermost line of the user's own code."""
-    lines = lines_outside(error, *MEASURING)
-    return place(lines[-1]) if lines else "an unknown line"
