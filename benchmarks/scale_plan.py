@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.measure.conditions import conditions, in_words
-from halfstep.measure.setting import size_in_words
+from halfstep.numbers import size
 
 RECORD = Path(__file__).with_suffix(".json")
 WORLDS = (8, 64, 512, 1024)
@@ -116,8 +116,8 @@ def lines(report: dict[str, Any]) -> list[str]:
         calls = ", ".join(f"{one['calls']} {one['collective']}" for one in row["collectives"])
         seconds = row["seconds"]
         found.append(
-            f"{report['world']:>5}  {row['name']:<11} {size_in_words(row['peak']):>9}{' ' if row['fits'] else '!'} "
-            f"{size_in_words(row['bytes_inside']):>9}  {size_in_words(row['bytes_between']):>9}  "
+            f"{report['world']:>5}  {row['name']:<11} {size(row['peak']):>9}{' ' if row['fits'] else '!'} "
+            f"{size(row['bytes_inside']):>9}  {size(row['bytes_between']):>9}  "
             f"{seconds['communication']:>6.2f}  {seconds['exposed']:>6.2f}  {calls}"
         )
     return found

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from halfstep import peers
-from halfstep.peers import Peers, RankProcess, is_gone, parsed, this_process
+from halfstep.peers import Peers, RankProcess, is_gone, parsed, start_of, this_process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states of processes are read from /proc")
 
@@ -25,7 +25,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def of(process: subprocess.Popen[bytes], rank: int = 1) -> RankProcess:
-    return RankProcess(rank, process.pid, peers._state(process.pid)[1])
+    return RankProcess(rank, process.pid, start_of(process.pid))
 
 
 def test_a_process_that_ended_is_gone_before_anybody_has_waited_for_it(child: subprocess.Popen[bytes]) -> None:

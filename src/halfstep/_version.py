@@ -1,3 +1,13 @@
-"""The version of halfstep."""
+"""The versions of halfstep and of installed packages."""
 
 __version__ = "0.1.0"
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None where it is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -292,10 +292,14 @@ def reason_in(error: BaseException) -> str:
     return error.given if isinstance(error, HalfstepError) else str(error)
 
 
+ENDED_FROM_OUTSIDE = "was ended from outside, as a system does that has no memory left"
+"""What happened to a process that got SIGKILL from somewhere else."""
+
+
 def in_one_line(error: BaseException) -> str:
     """Return the type and the first line of an error's message, like the last line of a traceback."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 _EXTRAS = {

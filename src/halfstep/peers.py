@@ -9,12 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from halfstep.ownership import machine_id
+from halfstep.ownership import is_alive, machine_id
 
 SETTLED = 2.0
 """Seconds after its end from which a process counts as gone: what it sent before may still arrive."""
-_ENDED = ("Z", "X")
-"""The states of a process in /proc that has ended, and that nobody has waited for yet."""
 
 
 class RankProcess(NamedTuple):
@@ -31,7 +29,7 @@ class RankProcess(NamedTuple):
 
 def this_process(rank: int) -> RankProcess:
     """Return the process that calls this, as that of a rank."""
-    return RankProcess(rank, os.getpid(), _state(os.getpid())[1])
+    return RankProcess(rank, os.getpid(), start_of(os.getpid()))
 
 
 def parsed(text: str) -> list[RankProcess]:
@@ -49,28 +47,16 @@ def host_id() -> str:
 
 def is_gone(process: RankProcess) -> bool:
     """Return whether a process of this host has ended."""
-    if os.name == "nt":  # where a signal of number 0 is Ctrl-C
-        import psutil
-
-        return not psutil.pid_exists(process.pid)
-    try:
-        os.kill(process.pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # it belongs to another user
-        return False
-    state, began = _state(process.pid)
-    return state in _ENDED or began != process.began
+    return not is_alive(process.pid, 0) or start_of(process.pid) != process.began
 
 
-def _state(pid: int) -> tuple[str, str]:
-    """Return the state and the start of a process; empty where the system does not tell."""
+def start_of(pid: int) -> str:
+    """Return the start of a process in ticks since the boot, which no change of the clock moves; empty if unknown."""
     try:
         # The name, in parentheses, may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
-        return "", ""
-    return fields[0], fields[19]
+        return ""
 
 
 class Peers:

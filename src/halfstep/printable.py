@@ -26,8 +26,3 @@ def shortened(text: str, longest: int) -> str:
 
 def _code(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
-
-
-def number(value: float) -> str:
-    """Return a number as users write it: 71,204 and 3.4e+38."""
-    return f"{value:,.0f}" if 100 <= abs(value) < 1e9 else f"{value:.3g}"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from halfstep import island
 from halfstep.cli.main import build
 from halfstep.measure.audit import audit as auditing
-from halfstep.measure.audit.page import format_share, grouped
+from halfstep.measure.audit.page import grouped
 from halfstep.measure.audit.report import ModuleRow, Numbers
 
 CASE = "tests.support.cases:linear"
@@ -174,13 +174,6 @@ def test_modules_that_differ_by_a_number_are_one_row() -> None:
     assert (found[0].headroom_bits("forward"), found[0].underflow("forward")) == (1.0, 0.3)
     assert (found[2].headroom_bits("forward"), found[2].underflow("forward")) == (None, None)
     assert found[0].share == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(
-    ("share", "shown"), [(0.0, "-"), (0.0004, "<0.1%"), (0.5, "50.0%"), (0.9996, "99.9%"), (1.0, "100.0%")]
-)
-def test_a_share_is_100_percent_only_where_it_is_all_of_it(share: float, shown: str) -> None:
-    assert format_share(share) == shown
 
 
 def infinite() -> tuple[nn.Module, Any, Tensor]:

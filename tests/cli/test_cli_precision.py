@@ -55,7 +55,7 @@ def test_the_first_line_says_what_runs(
     assert done.exit_code == 0, done.output
     log = (tmp_path / "train.log").read_text()
     assert log.splitlines()[1] == first
-    assert f"observed: {first.removeprefix(OFF).removeprefix(ON)[:4]}: 100.0%" in log
+    assert f"observed: {first.removeprefix(OFF).removeprefix(ON)[:4]}: 100 %" in log
     (start,) = (event for event in read_events(tmp_path / "journal.jsonl") if event["event"] == "start")
     assert [found["id"] for found in start["findings"]] == ([finding] if finding else [])
 

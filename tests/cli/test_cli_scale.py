@@ -76,7 +76,7 @@ def test_the_least_sharding_that_fits_is_taken_and_says_why() -> None:
     target = device_named("h100-80gb")
     said = module.reason(rows, rows[1], target, "auto")
     assert said == (
-        "hsdp 8×8: ddp would take 3072 GiB; sharded over 8 ranks inside a node it is 1.00 GiB of 74.95 GiB that a rank "
+        "hsdp 8×8: ddp would take 3.00 TiB; sharded over 8 ranks inside a node it is 1.00 GiB of 74.95 GiB that a rank "
         "can use"
     )
     assert module.reason(rows[:1], None, target, "auto").startswith("none fits: ddp takes the least")

@@ -101,7 +101,7 @@ def test_a_missing_name_is_named_with_one_that_is_there(root: Path) -> None:
     ("wrong", "words"),
     [
         (torch.zeros(3), "3 of type float32 for dog/a.png, and 2 of type float32 for cat/a.png"),
-        (torch.zeros(2, 1), "2 × 1"),
+        (torch.zeros(2, 1), "2×1"),
         (torch.zeros(2, dtype=torch.int64), "int64"),
     ],
 )

@@ -176,7 +176,7 @@ def test_the_guides_diffusion_trainer(precision: str) -> None:
     assert report.applied
     assert math.isfinite(report.loss)
     assert trainer.stepper.observed is not None
-    assert f"{precision}: 100.0%" in str(trainer.stepper.observed)
+    assert f"{precision}: 100 %" in str(trainer.stepper.observed)
     assert "in islands" in str(trainer.stepper.observed)
     assert all(torch.equal(was, now) for was, now in zip(before, trainer.vae.parameters(), strict=True))
 

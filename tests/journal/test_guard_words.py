@@ -90,7 +90,7 @@ def test_a_terminal_has_every_word_of_it(width: int, level: str) -> None:
 )
 def test_the_last_line_is_what_to_type(changes: dict[str, Any]) -> None:
     lines = ending(gave_up(**changes), Latest())
-    assert lines[0] == "Gave up after 9.0 s: 7 steps applied, 5 skipped (loss_not_finite)"
+    assert lines[0] == "Gave up after 9 s: 7 steps applied, 5 skipped (loss_not_finite)"
     assert all(line.strip() for line in lines)
     assert (lines[-1].strip() == f"do: {DO}") == (changes.get("do", DO) is not None)
     assert any("cured by the guard: up3 computes in fp32" in line for line in lines) == ("remedies" in changes)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from halfstep import numbers
 from halfstep.errors import FolderTaken
-from halfstep.journal import numbers
 from halfstep.journal import text as words
 from halfstep.journal.console import line_of
 from halfstep.journal.events import Event
@@ -48,9 +48,15 @@ def plain_lines(events: list[Event], encoding: str = "utf-8") -> list[str]:
         (numbers.scale, 2.0**-3, "0.125"),
         (numbers.abbreviated, 24_436_369, "24.4 M"),
         (numbers.abbreviated, 999, "999"),
-        (numbers.size, 3 * 2**30, "3.0 GiB"),
+        (numbers.size, 3 * 2**30, "3.00 GiB"),
+        (numbers.size, 1023, "1023 B"),
+        (numbers.size, 3 * 2**19, "1.50 MiB"),
+        (numbers.size, 768 * 2**20, "768 MiB"),
+        (numbers.size, 4000 * 2**30, "3.91 TiB"),
         (numbers.size, 0, "0 B"),
         (numbers.share, 0.9999, "99.9 %"),
+        (numbers.share, 0.9996, "99.9 %"),
+        (numbers.share, 0.5, "50 %"),
         (numbers.share, 1.0, "100 %"),
         (numbers.share, 0.0004, "0.1 %"),
         (numbers.share, math.nan, "? %"),
@@ -59,7 +65,8 @@ def plain_lines(events: list[Event], encoding: str = "utf-8") -> list[str]:
         (numbers.clock, 3 * 86400 + 15000, "3 d 04:10"),
         (numbers.clock, math.inf, "--:--"),
         (numbers.clock, None, "--:--"),
-        (numbers.duration, 4.25, "4.2 s"),
+        (numbers.duration, 0.035, "35 ms"),
+        (numbers.duration, 4.25, "4.25 s"),
         (numbers.duration, 3599.9, "1 h 00 min"),
     ],
 )
@@ -72,7 +79,7 @@ def test_the_epoch_summary_is_the_one_that_people_know() -> None:
         "Epoch 1 Summary:",
         "  Train Loss: 0.2345 | Val Loss: 0.2567",
         "  Train IoU:  0.6543 | Val IoU:  0.6234",
-        "  best so far · 6.0 s · 123 img/s · lr 3e-4",
+        "  best so far · 6 s · 123 img/s · lr 3e-4",
     ]
 
 
@@ -84,7 +91,7 @@ def test_a_summary_without_validation_or_with_another_best() -> None:
         "Epoch 3 Summary:",
         "  Train Loss: 0.2345",
         "  Train IoU:  0.6543",
-        "  best 0.7000 in epoch 2 · 6.0 s · 123 img/s · lr 3e-4 · 3 skipped (1 a, 2 b)",
+        "  best 0.7000 in epoch 2 · 6 s · 123 img/s · lr 3e-4 · 3 skipped (1 a, 2 b)",
     ]
 
 
@@ -154,7 +161,7 @@ def test_the_line_of_numbers_has_what_there_is_and_no_more() -> None:
         "1 skipped (gradient_overflow)",
         "123 img/s",
         "wait 50 %",
-        "memory 1.0 GiB, peak 2.0 GiB",
+        "memory 1.00 GiB, peak 2.00 GiB",
         "GPU 93 % 211 W",
     ]
     assert [item.text for item in items if item.alarm] == ["loss NaN", "1 skipped (gradient_overflow)", "wait 50 %"]
@@ -188,11 +195,11 @@ def test_plain_lines_of_a_run() -> None:
     assert lines[1] == "Mixed precision training: bf16 (bfloat16), asked for auto"
     assert "  batch       4 × 2 devices × 2 micro-batches = 16 a step" in lines
     assert "✓ observed: 97 % ran in bf16" in lines
-    place, rest = "00:03 · Epoch 1/2 10/20 · 01:35 left · ", "123 img/s · wait 3 % · memory 3.0 GiB"
+    place, rest = "00:03 · Epoch 1/2 10/20 · 01:35 left · ", "123 img/s · wait 3 % · memory 3.00 GiB"
     assert f"{place}loss 0.6000 · IoU 0.6543 · lr 1e-4 · {rest}" in lines
     assert lines.count("  Train IoU:  0.6543 | Val IoU:  0.6234") == 2
     assert lines[-7:] == [
-        "Finished after 12.0 s: 40 steps applied, none skipped",
+        "Finished after 12 s: 40 steps applied, none skipped",
         "  best IoU: 0.6234, in epoch 2",
         "  best saved in: runs/segmentation_tiny/best.safetensors",
         "  next: halfstep report runs/segmentation_tiny",
@@ -247,7 +254,7 @@ def test_an_output_without_signs_gets_letters() -> None:
 @pytest.mark.parametrize(
     ("reason", "first"),
     [
-        ("interrupted", "Interrupted after 12.0 s"),
+        ("interrupted", "Interrupted after 12 s"),
         ("early_stopping", "Stopped early after"),
         ("failed", "Failed after"),
         ("stopped", "Stopped after"),

@@ -58,7 +58,7 @@ def test_after_a_run_the_page_is_clean(kind: str, width: int) -> None:
     assert not screen.cursor_hidden
     assert "[Train]" not in text
     assert text.count("Summary:") == 2
-    assert text.index("Epoch 2 Summary:") < text.index("Finished after 12.0 s")
+    assert text.index("Epoch 2 Summary:") < text.index("Finished after 12 s")
     assert ("Val IoU" in text) == (kind != "no_val")
     assert text.count("skipped attempt") == (10 if kind == "nan" else 0)
 

@@ -10,8 +10,8 @@ import pytest
 import halfstep
 from halfstep.errors import WrongUse
 from halfstep.measure.case import Case
-from halfstep.measure.setting import size_in_words
 from halfstep.measure.subject import Subject, subject_of
+from halfstep.numbers import size
 from tests.support.cases import linear
 
 CASE = "tests.support.cases:linear"
@@ -59,7 +59,7 @@ def test_every_tool_refuses_the_same_things(tool: Any, arguments: tuple[Any, ...
 def test_estimate_audit_and_survival_take_each(arguments: tuple[Any, ...]) -> None:
     ledger = halfstep.estimate(*arguments, precision="fp32")
     assert ledger.peak > 0
-    assert str(ledger).startswith(f"peak {size_in_words(ledger.peak)} in fp32 at batch {ledger.samples}")
+    assert str(ledger).startswith(f"peak {size(ledger.peak)} in fp32 at batch {ledger.samples}")
     found = halfstep.audit(*arguments, precision="fp16")
     assert str(found).splitlines()[0] == f"fp16: {found.verdict}"
     assert str(halfstep.survival(*arguments)).startswith("fp16")

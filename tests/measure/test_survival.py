@@ -68,7 +68,7 @@ def test_a_convolution_that_overflows_is_named_with_its_value_and_a_cure_that_wo
     assert (found.first_overflow.module, found.first_overflow.operation) == ("neck.0", "aten.convolution")
     assert found.first_overflow.value == pytest.approx(value, rel=0.01)
     assert found.verdict.startswith("fp16: overflows in neck.0 (aten.convolution): ")
-    assert found.verdict.endswith("against 65 504; bf16 survives")
+    assert found.verdict.endswith("against 65,504; bf16 survives")
     worst = found.modules[0]
     assert worst.module == "neck.0"
     assert worst.overflows > 0
@@ -84,7 +84,7 @@ def test_a_weight_that_does_not_fit_is_named_as_such() -> None:
     model = Net(1.0)
     model.head.weight.data[1, 2] = -91400.0
     found = survival(model, classify, IMAGES)
-    assert found.verdict.startswith("fp16: overflows in head (weight): 91 400 against 65 504")
+    assert found.verdict.startswith("fp16: overflows in head (weight): 91,400 against 65,504")
 
 
 def test_attention_whose_logits_overflow() -> None:

@@ -30,7 +30,7 @@ def looked_at(folder: Path) -> Page:
 def test_the_verdict_is_one_sentence_with_the_figures(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", whole()))
     assert run.verdict == (
-        "Finished: best IoU 0.7500 (epoch 4) after 50.0 s, in bf16 (100 % of the work observed in it), no step skipped."
+        "Finished: best IoU 0.7500 (epoch 4) after 50 s, in bf16 (100 % of the work observed in it), no step skipped."
     )
     page = looked_at(tmp_path / "run")
     assert run.verdict in page.text
@@ -254,10 +254,10 @@ def test_speed_memory_benefits_risks_and_expectations_come_from_data(tmp_path: P
     }
     survival = [{"format": "fp16", "survives": False, "verdict": "fp16: overflows in up.1"}]
     found = outlook_of_run(read_run(examined(folder, estimate={"devices": [device]}, survival=survival)))
-    assert dict(found.impact)["Memory"] == "bf16 50 % less: 2.0 MiB at the peak of an update, fp32 4.0 MiB, predicted"
+    assert dict(found.impact)["Memory"] == "bf16 50 % less: 2.00 MiB at the peak of an update, fp32 4.00 MiB, predicted"
     assert "120 samples/s in bf16" in dict(found.impact)["Speed"]
     assert "Larger batches: up to 25 samples fit here, 2.5 times as many as in fp32." in found.benefits
-    assert "Activations kept for backward: 1.0 MiB in place of 3.0 MiB." in found.benefits
+    assert "Activations kept for backward: 1.00 MiB in place of 3.00 MiB." in found.benefits
     risks = {risk.what: risk for risk in found.risks}
     assert risks["Overflow"].level == HIGH
     assert "0.5 bits were left in down.1" in risks["Overflow"].evidence
@@ -269,7 +269,7 @@ def test_speed_memory_benefits_risks_and_expectations_come_from_data(tmp_path: P
     assert dict(found.expect)["Validation loss"] == "from 1.2000 after the first epoch to 0.3000"
     page = looked_at(folder)
     assert {"fp32, predicted", "bf16, predicted"} <= set(page.texts)
-    assert "activations: 3.0 MiB" in page.titles
+    assert "activations: 3.00 MiB" in page.titles
     # Bars on one axis: the prediction of bf16 is half as long.
     widths = [float(one["width"].rstrip("%")) for one in page.all("rect") if "piece" in one.get("class", "")]
     assert sum(widths[:2]) == pytest.approx(100.0)

@@ -193,7 +193,7 @@ def test_a_batch_that_breaks_when_it_is_looked_at_is_recorded_without(run: Path)
 def test_what_is_too_large_is_recorded_without(run: Path) -> None:
     model, trouble = troubled()
     place = kept(run, model, trouble, most=1000)
-    assert "at most 0.00 GiB are kept" in read(place).step.without
+    assert "at most 1000 B are kept" in read(place).step.without
     assert without_tensors(place)
 
 

@@ -89,7 +89,7 @@ def recipe(name: str, *settings: str) -> Any:
 def test_a_run_of_hours_is_told_with_what_would_be_shorter() -> None:
     text = too_long(recipe("unet"), "data.crop", seconds=50_400.0, per_step=41.0, on_cores=True)
     assert text is not None
-    assert text.startswith("41.0 s a step: this run takes about 14 h 00 min here. Shorter: ")
+    assert text.startswith("41 s a step: this run takes about 14 h 00 min here. Shorter: ")
     assert "data.crop=256, with a quarter of the pixels (about 3 h 30 min)" in text
     assert "train.epochs=3 for a look (about 25 min 12 s)" in text
     assert "a smaller recipe: segmentation_tiny, oxford_pets" in text

@@ -80,7 +80,7 @@ _LEFT_OUT_FIRST = ("took", "precision", "skips", "age", "steps", "metric")
 
 
 def _cells(row: RunRow) -> dict[str, str]:
-    from halfstep.journal import numbers
+    from halfstep import numbers
 
     metric = "" if row.metric is None else in_line(row.metric)[:12]
     value = "" if row.value is None else f" {numbers.value(row.value)}"

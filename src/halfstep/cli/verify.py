@@ -14,6 +14,7 @@ from halfstep.cli._options import OwnTask, RunFolder, flag, print_json
 from halfstep.cli.pages.verify import VerifiedCheckpoint, VerifyReport, print_proof, print_report
 from halfstep.errors import BadData, HalfstepError, NoCheckpoint, WrongUse
 from halfstep.json_data import json_data
+from halfstep.numbers import several
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _what_a_resume_does(folder: Path, result: VerifiedRun) -> str:
     if result.verdicts[0].problem is None:
         return f"nothing has to be done for a resume: it goes on from {newest.name}, the newest, which is whole"
     lost = result.verdicts[0].generation.attempt - newest.attempt
-    again = f", and does at least {lost:,} {'step' if lost == 1 else 'steps'} again" if lost else ""
+    again = f", and does at least {several(lost, 'step')} again" if lost else ""
     return f"start the run with the same command: it goes on from {newest.name} (step {newest.attempt:,}){again}"
 
 

@@ -14,6 +14,7 @@ from halfstep.checkpoint.sealed import MOST_TENSORS
 from halfstep.data.dataset import BadSample, Files, Sample, Source, WrappedSource, without_image
 from halfstep.data.folders import first_of
 from halfstep.errors import BadData, in_one_line
+from halfstep.numbers import shape
 
 ALLOWED = f"a .safetensors file with a tensor for each image by its name, at most {MOST_TENSORS:,} of them"
 SHAPES = "tokens × width or width, floating numbers, the same for all images"
@@ -116,4 +117,4 @@ def _all_alike(names: list[str], tensors: Mapping[str, Tensor], file: Path) -> N
 
 
 def _words(tensor: Tensor) -> str:
-    return f"{' × '.join(map(str, tensor.shape)) or 'one number'} of type {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{shape(tensor.shape)} of type {str(tensor.dtype).removeprefix('torch.')}"

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationE
 from halfstep.data.dataset import Source, files_of, key_of, names_files
 from halfstep.data.file_state import block_starts, content_digest
 from halfstep.errors import StateMismatch
+from halfstep.numbers import several
 
 MOST_WHOLE_BYTES = 2**30
 """Bytes above which the contents of a source are sampled: every name and size, and parts of some files."""
@@ -256,7 +257,7 @@ _NAMES = ("train", "val")
 def different(saved: Fingerprint, now: Fingerprint, names: Sequence[str] = _NAMES) -> list[str]:
     """Return a few lines on what changed; empty where the data is the same. `names` label several sources."""
     if len(saved.parts) != len(now.parts):
-        return [f"{_counted(len(now.parts), 'source')} of samples, saved {len(saved.parts):,}"]
+        return [f"{several(len(now.parts), 'source')} of samples, saved {len(saved.parts):,}"]
     lines = []
     for number, (before, after) in enumerate(zip(saved.parts, now.parts, strict=True)):
         name = names[number] if number < len(names) else f"source {number + 1}"
@@ -276,7 +277,7 @@ def _changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
     else:
         lines += _group_changes(saved, now)
     if not lines and saved.samples != now.samples:
-        lines.append(f"{_counted(now.samples, 'sample')}, saved {saved.samples:,}")
+        lines.append(f"{several(now.samples, 'sample')}, saved {saved.samples:,}")
     elif not lines and saved.order != now.order:
         lines.append(f"the same {now.of}s, with other samples or in another order")
     return lines or [f"other data: {now.digest}, saved {saved.digest}"]
@@ -331,7 +332,7 @@ def _how(old: FilePrint, new: FilePrint) -> str:
     if UNREADABLE in (old.content, new.content):
         return "cannot be read now" if new.content == UNREADABLE else "could not be read before"
     if old.size != new.size:
-        return f"{_counted(old.size, 'byte')} -> {_counted(new.size, 'byte')}"
+        return f"{several(old.size, 'byte')} -> {several(new.size, 'byte')}"
     return "same size, other content"
 
 
@@ -339,13 +340,13 @@ def _group_changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
     """Return how many more or fewer files there are, and how many groups differ: there are too many files to name."""
     lines = []
     if saved.count != now.count:
-        lines.append(f"{_counted(now.count, now.of)}, saved {saved.count:,}")
+        lines.append(f"{several(now.count, now.of)}, saved {saved.count:,}")
     if saved.size != now.size:
-        lines.append(f"{_counted(now.size, 'byte')} in all, saved {saved.size:,}")
+        lines.append(f"{several(now.size, 'byte')} in all, saved {saved.size:,}")
     groups = list(zip(saved.by_group(), now.by_group(), strict=True))
     others = sum(old != new for old, new in groups)
     if others and saved.whole == now.whole:
-        each = f"of about {_counted(round(now.count / len(groups)), now.of)} each"
+        each = f"of about {several(round(now.count / len(groups)), now.of)} each"
         lines.append(f"names, sizes or contents differ in {others} of {len(groups)} groups, {each}")
     return lines
 
@@ -355,11 +356,7 @@ def _line(thing: str, what: str, examples: Iterable[str]) -> list[str]:
     if not listed:
         return []
     between = ":" if len(listed) == 1 else ", the first"
-    return [f"{_counted(len(listed), thing)} {what}{between} {listed[0]}"]
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    return [f"{several(len(listed), thing)} {what}{between} {listed[0]}"]
 
 
 def _shown(key: str) -> str:

@@ -87,7 +87,7 @@ def _tensor(image: Image.Image, channels: int) -> Tensor:
 def _one_page(image: Image.Image, channels: int) -> Tensor:
     if image.mode in _WIDE:
         grey = _plane(image)
-        opaque = _most(grey.dtype)
+        opaque = 1.0 if grey.dtype.is_floating_point else torch.iinfo(grey.dtype).max
         colours = [grey] * (1 if channels <= 2 else 3)
         return torch.stack(colours + [torch.full_like(grey, opaque)] * (channels % 2 == 0))
     if image.mode == "P" or "transparency" in image.info:
@@ -97,10 +97,6 @@ def _one_page(image: Image.Image, channels: int) -> Tensor:
         image = image.convert("RGB")
     array = np.array(image.convert(_MODES[channels]))
     return torch.from_numpy(array.reshape(*array.shape[:2], channels)).permute(2, 0, 1).contiguous()
-
-
-def _most(dtype: torch.dtype) -> float:
-    return 1.0 if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def _pages(image: Image.Image, channels: int) -> Tensor:

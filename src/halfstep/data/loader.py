@@ -27,7 +27,7 @@ from halfstep.data.dataset import (
 )
 from halfstep.data.to_device import moved
 from halfstep.data.worker_processes import POLL, Deadline, SentKeys, TooSlow, Worker, from_workers
-from halfstep.errors import BadData, HalfstepError, WorkerLost
+from halfstep.errors import ENDED_FROM_OUTSIDE, BadData, HalfstepError, WorkerLost
 from halfstep.out_of_memory import for_workers
 
 # -- loader -----------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def _while_workers_live(batches: Iterator[Read]) -> Iterator[Read]:
         if not str(error).startswith("DataLoader worker"):
             raise
         raise WorkerLost(
-            f"a process that reads samples was ended from outside, as a system does that has no memory left: {error}",
+            f"a process that reads samples {ENDED_FROM_OUTSIDE}: {error}",
             allowed="workers and batches that fit into the main memory",
             do="start it again with the same command; where it happens again, with fewer train.num_workers",
         ) from error

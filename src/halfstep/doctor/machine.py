@@ -11,8 +11,9 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 
+from halfstep import numbers
+from halfstep._version import installed_version
 from halfstep.doctor.wheel import Board, Build, check_build, read_build
 from halfstep.finding import Finding
 from halfstep.precision.known_bad import KnownBad, known_bad
@@ -51,19 +52,20 @@ def check_shared_memory(size: int | None, workers: int | None = None, batch: int
         return []
     if workers is not None and batch is not None:
         needed = workers * PREFETCHED * batch
-        why = f"{workers} workers keep {PREFETCHED} batches of {_shown(batch)} each ready, {_shown(needed)} together"
+        total = numbers.size(needed)
+        why = f"{workers} workers keep {PREFETCHED} batches of {numbers.size(batch)} each ready, {total} together"
     else:
         needed, why = SMALL, "workers of a DataLoader pass their batches through it"
     if size >= needed:
         return []
-    evidence = f"{SHARED_MEMORY} has {_shown(size)}, and {why}: a worker is killed by a bus error"
+    evidence = f"{SHARED_MEMORY} has {numbers.size(size)}, and {why}: a worker is killed by a bus error"
     return [Finding("machine.shared_memory", "warning", evidence, f"{_LARGER}; or fewer workers")]
 
 
 def read_machine(build: Build | None = None) -> Machine:
     """Return the facts of this machine."""
     names = {str(entry["package"]) for entry in known_bad() if "package" in entry}
-    found = {name: version for name in sorted(names) if (version := _installed(name))}
+    found = {name: version for name in sorted(names) if (version := installed_version(name))}
     apple = sys.platform == "darwin" and platform.machine() == "arm64"
     return Machine(found, (build or read_build()).boards, _shared_memory(), apple)
 
@@ -111,20 +113,9 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _shared_memory() -> int | None:
     try:
         found = os.statvfs(SHARED_MEMORY)
     except (OSError, AttributeError):
         return None
     return found.f_frsize * found.f_blocks
-
-
-def _shown(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

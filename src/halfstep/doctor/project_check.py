@@ -25,6 +25,7 @@ from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource
 from halfstep.doctor.sources import NOT_GIVEN, from_environment
 from halfstep.doctor.sources.reading import LIGHTNING_TRUE
 from halfstep.finding import Finding, Severity
+from halfstep.numbers import several
 from halfstep.precision.names import AUTO, precision_names
 
 _SAID_BY_THE_TABLE = frozenset({"accelerate.order", "recipe.not_accelerate"})
@@ -426,6 +427,6 @@ def _reason(errors: Sequence[LocatedFinding]) -> str:
 def _final(errors: Sequence[LocatedFinding], status: PrecisionStatus) -> str:
     if not errors:
         return status.final
-    count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
+    count = several(len(errors), "error")
     mended = all(finding.edits for finding in errors)
     return f"not ready: {count}; {'--fix shows the patch' if mended else 'the fix stands below each'}"

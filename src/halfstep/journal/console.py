@@ -17,7 +17,8 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
-from halfstep.journal import events, numbers
+from halfstep import numbers
+from halfstep.journal import events
 from halfstep.journal import text as words
 from halfstep.journal.events import Event
 from halfstep.journal.jsonl import LOG
@@ -229,7 +230,7 @@ def first_screen(start: Event, width: int, height: int) -> list[Line]:
             room, left_out = 0, left_out + 1
     if left_out:
         log = os.path.join(start["dir"], LOG)
-        shown.append(Line(words.clean(f"{words.several(left_out, 'line')} more in {log}"), "dim"))
+        shown.append(Line(words.clean(f"{numbers.several(left_out, 'line')} more in {log}"), "dim"))
     return shown
 
 

@@ -7,7 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from halfstep.journal import events, numbers
+from halfstep import numbers
+from halfstep.journal import events
 from halfstep.journal import text as words
 from halfstep.journal.console import line_of
 from halfstep.journal.events import Event, to_write

@@ -16,7 +16,7 @@ from halfstep.errors import HalfstepError
 from halfstep.files import renaming
 from halfstep.journal.events import BAD_SAMPLE, END, EPOCH, FAILED_SAVES, NOTE, SAVED, SPEED, START, Event
 from halfstep.journal.latest import CHECKPOINT, Latest
-from halfstep.journal.numbers import to_float
+from halfstep.numbers import to_float
 from halfstep.status_files import StatusFile, read_status
 
 METRICS = "metrics.prom"

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from halfstep.journal import numbers
+from halfstep import numbers
 from halfstep.journal.events import Event
 from halfstep.journal.latest import CheckpointName, Latest
 from halfstep.journal.trackers import LOOK, UPLOAD, tracker_hints
@@ -46,11 +46,6 @@ class LineItem(NamedTuple):
 def clean(text: Any) -> str:
     """Return free text on one line, without characters that would control a terminal."""
     return in_line(text)
-
-
-def several(number: int, word: str) -> str:
-    """Return a number with its noun: `1 epoch`, `2 epochs`."""
-    return f"{numbers.count(number)} {word}" if number == 1 else f"{numbers.count(number)} {word}s"
 
 
 def fitted(text: str, encoding: str | None) -> str:
@@ -263,9 +258,9 @@ def _samples(start: Event) -> str:
 
 
 def _length(start: Event) -> str:
-    each = f"{several(start['steps_per_epoch'], 'step')} an epoch"
-    steps = several(start["steps"], "step")
-    return f"{several(start['epochs'], 'epoch')}, {each}, {steps}" if start["epochs"] else f"{steps}, {each}"
+    each = f"{numbers.several(start['steps_per_epoch'], 'step')} an epoch"
+    steps = numbers.several(start["steps"], "step")
+    return f"{numbers.several(start['epochs'], 'epoch')}, {each}, {steps}" if start["epochs"] else f"{steps}, {each}"
 
 
 def _cells(row: tuple[str, Any, Any], width: int, has_train: bool, has_val: bool) -> list[str]:
@@ -318,8 +313,8 @@ _KEPT = ("best", "last", "curves")
 def ending(event: Event, latest: Latest) -> list[str]:
     """Return the last lines of a run; the first one is the summary."""
     reason = _ENDINGS.get(event["reason"], clean(event["reason"]))
-    summary_line = f"{reason} after {numbers.duration(event['seconds'])}: {several(event['steps'], 'step')} applied"
-    lines = [f"{summary_line}, {skips(event.get('skipped') or {})}"]
+    applied, skipped = numbers.several(event["steps"], "step"), skips(event.get("skipped") or {})
+    lines = [f"{reason} after {numbers.duration(event['seconds'])}: {applied} applied, {skipped}"]
     if event.get("error"):
         lines += _in_lines(event["error"])
     lines += [clean(f"  cured by the guard: {remedy}") for remedy in event.get("remedies") or ()]

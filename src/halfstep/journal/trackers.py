@@ -10,7 +10,7 @@ from typing import NamedTuple
 from halfstep.files import read_json
 from halfstep.journal.events import EPOCH, SAVED, SPEED, Event
 from halfstep.journal.latest import Latest
-from halfstep.journal.numbers import to_float
+from halfstep.numbers import to_float
 
 # -- tracked ----------------------------------------------------------------------------------------------------------
 # Tell the user at the end of a run how to open what its tracker recorded.

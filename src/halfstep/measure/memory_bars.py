@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from halfstep.journal import numbers
+from halfstep import numbers
 from halfstep.page import Bar, Bars, Piece, is_drawable
 
 PARTS = (

@@ -28,15 +28,3 @@ class StepSetting(JsonResult):
         if self.microbatches > 1:
             words.append(f"{self.microbatches} × {self.batch}" if self.batch else f"{self.microbatches} micro-batches")
         return ", ".join(words)
-
-
-# -- sizes ------------------------------------------------------------------------------------------------------------
-# Format sizes in bytes as text.
-
-
-def size_in_words(size: float) -> str:
-    """Return a size in the largest unit of which there is at least one."""
-    for unit, words in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.2f} {words}" if size < 100 * unit else f"{size / unit:.0f} {words}"
-    return f"{size:.0f} B"

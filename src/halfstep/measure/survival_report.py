@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfstep.json_data import JsonResult
+from halfstep.numbers import number
 from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Event, Range, Ranges
 from halfstep.observe.recorder import OUTSIDE
 
@@ -93,11 +94,6 @@ def named(module: str) -> str:
 def event_named(event: Event) -> Event:
     """Return the event with a readable module name."""
     return Event(named(event.module), event.operation, event.value, event.largest)
-
-
-def number(value: float) -> str:
-    """Return 91 400 rather than 91400.0; other values with three significant digits."""
-    return f"{value:,.0f}".replace(",", " ") if 1000 <= value < 1e7 else f"{value:.3g}"
 
 
 def where(event: Event) -> str:

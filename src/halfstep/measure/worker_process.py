@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import IO, TYPE_CHECKING, Any, TypedDict
 
-from halfstep.errors import WrongUse
+from halfstep.errors import ENDED_FROM_OUTSIDE, WrongUse
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 
@@ -201,7 +201,7 @@ class CandidateProcess:
         code = self._child.returncode
         # SIGKILL: not sent by us while an answer is awaited, so most likely the kernel's out-of-memory killer.
         if code == -9:
-            why = "its process was ended from outside, as a system does that has no memory left"
+            why = f"its process {ENDED_FROM_OUTSIDE}"
             return CandidateFailed(why, out_of_memory=True)
         lines = self._last_words.strip().splitlines()
         why = lines[-1] if lines else f"its process ended with code {code}"

@@ -14,6 +14,7 @@ from torch import nn
 from halfstep.errors import PrecisionNotObserved
 from halfstep.finding import Finding
 from halfstep.formats import FP32, FP64
+from halfstep.numbers import share
 from halfstep.observe.flops import WideWork, computed_in, flops, guessed, has_no_narrow_kernel, is_unknown
 from halfstep.observe.lint.functions import OwnFunctions
 from halfstep.observe.lint.listener import placed
@@ -84,10 +85,10 @@ class Observation:
     def __str__(self) -> str:
         islands = f", {self.island_flops:.3g} FLOPs in islands" if self.island_flops else ""
         fp8 = "".join(f", {work:.3g} FLOPs in {name}" for name, work in self.fp8.items())
-        doubt = f", {self.confidence:.0%} of the work known" if self.unknown else ""
+        doubt = f", {share(self.confidence)} of the work known" if self.unknown else ""
         if self.share is None:
             return f"{self.expected}: no matrix product or convolution was seen{islands}{fp8}{doubt}"
-        return f"{self.expected}: {self.share:.1%} of {sum(self.flops.values()):.3g} FLOPs{islands}{fp8}{doubt}"
+        return f"{self.expected}: {share(self.share)} of {sum(self.flops.values()):.3g} FLOPs{islands}{fp8}{doubt}"
 
 
 def not_observed(asked: str, seen: Observation) -> PrecisionNotObserved:
@@ -116,7 +117,7 @@ def changed(asked: str, seen: Observation) -> Finding:
 
 def doubtful(asked: str, seen: Observation) -> Finding:
     """Return the finding for a step whose precision can be neither refused nor confirmed."""
-    known = "nothing else was seen" if seen.share is None else f"of the rest {seen.share:.0%} ran in {seen.expected}"
+    known = "nothing else was seen" if seen.share is None else f"of the rest {share(seen.share)} ran in {seen.expected}"
     return Finding(
         "precision.unknown",
         "warning",
@@ -128,7 +129,7 @@ def doubtful(asked: str, seen: Observation) -> Finding:
 
 def _by_format(seen: Observation) -> str:
     total = sum(seen.flops.values())
-    return ", ".join(f"{name} {part / total:.1%}" for name, part in seen.flops.items())
+    return ", ".join(f"{name} {share(part / total)}" for name, part in seen.flops.items())
 
 
 # -- tally ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from halfstep.errors import FolderTaken, StateMismatch
+from halfstep.numbers import several
 from halfstep.recipe.schema import Extension
 from halfstep.recipe.strict_yaml import flat
 
@@ -207,7 +208,7 @@ def in_words(length: tuple[int | None, int | None]) -> str:
     """Return a length as text, such as `20 epochs`."""
     epochs, steps = length
     number, unit = (epochs, "epoch") if epochs is not None else (steps or 0, "step")
-    return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
+    return several(number, unit)
 
 
 def is_longer(asked: tuple[int | None, int | None], than: tuple[int | None, int | None]) -> bool | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from halfstep.journal import numbers
+from halfstep import numbers
 from halfstep.page import (
     Block,
     Column,

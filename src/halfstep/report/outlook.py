@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from halfstep.journal import numbers
+from halfstep import numbers
 from halfstep.measure.plan.not_measured import NotMeasured
 from halfstep.report.json_fields import fields, known, number, rows, text, texts
 from halfstep.report.run_facts import RunFacts
@@ -277,7 +277,7 @@ def _plan_expects(plan: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterato
     seconds = number(fields(choice.get("speed")).get("seconds"))
     first, peak = number(choice.get("first_step")), number(choice.get("peak"))
     if known(seconds):
-        yield "An update", f"about {seconds * 1000:,.0f} ms" if seconds < 1 else f"about {numbers.duration(seconds)}"
+        yield "An update", f"about {numbers.duration(seconds)}"
     if known(first):
         yield "The first update", f"{numbers.duration(first)}, with what is prepared or compiled in it"
     if known(peak):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.journal import numbers
+from halfstep import numbers
 from halfstep.page import (
     Block,
     Column,

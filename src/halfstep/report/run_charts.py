@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from halfstep import numbers
 from halfstep.draw.curves import is_scaled, loss_curves, metric_curves, rate_curves, scale_curves
-from halfstep.journal import numbers
 from halfstep.journal.text import named
 from halfstep.page import Curve, Curves
 from halfstep.report.run_facts import RunFacts

@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halfstep import numbers
 from halfstep.checkpoint.paths import generations
 from halfstep.files import read_json
-from halfstep.journal import numbers
 from halfstep.journal.text import named
-from halfstep.printable import number as figure
 from halfstep.recipe.strict_yaml import flat
 from halfstep.report.examined import read_examined
 from halfstep.report.json_fields import fields, known, number, rows, setting, text, texts
@@ -332,7 +331,7 @@ def _bad_samples(recorded: Summary) -> list[Incident]:
     replaced = sum(number(event.get("replacement")) >= 0 for _, event in recorded.bad_samples)
     done = ["another sample was taken in place of each"] if replaced else []
     done += ["those of the evaluation were left out of it"] if replaced < len(recorded.bad_samples) else []
-    sentence = f"{count:,} {'sample' if count == 1 else 'samples'} could not be used"
+    sentence = f"{numbers.several(count, 'sample')} could not be used"
     return [Incident(None, "bad samples", sentence, evidence=[*lines, *more], done=done)]
 
 
@@ -357,8 +356,8 @@ def _culprit(found: dict[str, Any]) -> Pairs:
         ("Operation", text(found.get("operation")) or text(found.get("outside"))),
         ("Module", text(found.get("module")) or "the model's own forward"),
         ("Line", text(found.get("line")) or "not known"),
-        ("Largest input", figure(number(found.get("largest_input")))),
-        ("Limit of the format", f"{figure(number(found.get('limit')))} in {text(found.get('format'), 20)}"),
+        ("Largest input", numbers.number(number(found.get("largest_input")))),
+        ("Limit of the format", f"{numbers.number(number(found.get('limit')))} in {text(found.get('format'), 20)}"),
     ]
     return [(name, value) for name, value in pairs if value]
 

@@ -8,12 +8,12 @@ import platform
 import re
 import socket
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from halfstep._version import installed_version
 from halfstep.measure.conditions import conditions
 from halfstep.precision.hardware import FORMAT_NAMES, Device, ability, facts
 
@@ -42,7 +42,7 @@ def device_facts(device: Device) -> dict[str, Any]:
             **{name: now[name] for name in ("halfstep", "torch", "python")},
             "system": f"{platform.system()} {platform.machine()}",
             "nccl": _nccl(),
-            **{name: _version(name) for name in PACKAGES},
+            **{name: installed_version(name) for name in PACKAGES},
         },
         "flags": {**now["flags"], "mkldnn.available": str(torch.backends.mkldnn.is_available())},
         **{name: now[name] for name in ("threads", "cores", "load")},
@@ -65,13 +65,6 @@ def _nccl() -> str | None:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 # -- without names ----------------------------------------------------------------------------------------------------

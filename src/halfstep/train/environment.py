@@ -6,7 +6,6 @@ import platform
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep._version import __version__
+from halfstep._version import __version__, installed_version
 from halfstep.errors import StateMismatch, same_keys
 from halfstep.precision import flags
 from halfstep.precision.hardware import describe
@@ -38,7 +37,7 @@ def environment(device: torch.device) -> dict[str, object]:
         # Reductions on the CPU split by thread, so the number of threads changes the order of the sums.
         "threads": torch.get_num_threads(),
         "flags": flags.read_flags(),
-        "packages": {name: _version(name) for name in PREPARING},
+        "packages": {name: installed_version(name) for name in PREPARING},
     }
 
 
@@ -49,13 +48,6 @@ def differences(then: Mapping[str, object], now: Mapping[str, object]) -> list[s
     return [
         f"{key} was {before.get(key)}, and is {after.get(key)}" for key in keys if before.get(key) != after.get(key)
     ]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 _LONGEST_REF = 4096

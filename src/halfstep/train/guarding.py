@@ -20,7 +20,7 @@ from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import DATA, GuardEvent
 from halfstep.journal import events
 from halfstep.journal.events import Journal
-from halfstep.journal.numbers import first_few
+from halfstep.numbers import first_few, many
 from halfstep.recipe.schema import GuardOptions
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
 from halfstep.step.stepper import Stepper
@@ -272,4 +272,4 @@ def in_the_data(guilty: Sequence[int]) -> str:
     """Return the numbers in the data set of samples that a verdict knows by their positions in a batch."""
     if not guilty:
         return ""
-    return f" (in the data set: {'sample' if len(guilty) == 1 else 'samples'} {first_few(guilty)})"
+    return f" (in the data set: {many(len(guilty), 'sample')} {first_few(guilty)})"

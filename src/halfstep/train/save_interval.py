@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from halfstep.numbers import several
+
 MINUTE, HOUR = 60.0, 3600.0
 FIRST = 10.0
 """Minutes to the first save by time with `auto`, before any save was timed."""
@@ -92,7 +94,7 @@ class SaveClock:
         hours = between_failures(STATED, self._world) / HOUR
         return (
             f"saves kept the training waiting for {self._stall:.2g} s each: with a failure in {hours:,.0f} h, the rate "
-            f"of {STATED.name} on {self._world} {'rank' if self._world == 1 else 'ranks'}, the least time is lost "
+            f"of {STATED.name} on {several(self._world, 'rank')}, the least time is lost "
             f"with checkpoint.every_minutes={interval / MINUTE:.2g} (Young, Daly)"
         )
 

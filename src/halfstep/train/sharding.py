@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from halfstep import distributed
+from halfstep import distributed, numbers
 from halfstep.errors import BadRecipe
 from halfstep.formats import BF16
 from halfstep.journal.events import Journal
@@ -101,8 +101,8 @@ def _least(state: StateSize, memory: int, ranks: int, group: int) -> Sharding:
     # Not always all ranks: a parameter with fewer rows than ranks is padded.
     size = next(fitting, None) or min(sizes, key=state.a_rank)
     mode: Mode = "ddp" if size == 1 else "fsdp" if size == ranks else "hsdp"
-    said = f"weights, gradients and optimizer state take {_gigabytes(state.a_rank(1))} of {_gigabytes(memory)}"
-    return Sharding(mode, size, said if size == 1 else f"{said}, and {_gigabytes(state.a_rank(size))} in shards")
+    said = f"weights, gradients and optimizer state take {numbers.size(state.a_rank(1))} of {numbers.size(memory)}"
+    return Sharding(mode, size, said if size == 1 else f"{said}, and {numbers.size(state.a_rank(size))} in shards")
 
 
 def _doubled(size: int, below: int) -> Iterator[int]:
@@ -110,10 +110,6 @@ def _doubled(size: int, below: int) -> Iterator[int]:
         if below % size == 0:
             yield size
         size *= 2
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 2**30:.1f} GB"
 
 
 def reduced_in_fp32(options: WorldOptions) -> list[str]:

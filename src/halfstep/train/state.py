@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from halfstep import distributed
+from halfstep import distributed, numbers
 from halfstep.checkpoint.chunks import ChunkedTensor, chunked
 from halfstep.checkpoint.commit import RankSnapshot
 from halfstep.checkpoint.packing import pack, unpack
@@ -448,7 +448,7 @@ def _unfitting(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], free: Col
 
 
 def _facts(tensor: Tensor) -> str:
-    return f"{'×'.join(map(str, tensor.shape)) or 'one number'} in {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{numbers.shape(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _other_optimizer(now: State, saved: State, optimizer: str) -> Iterator[str]:

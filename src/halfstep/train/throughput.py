@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from halfstep.journal.numbers import duration
+from halfstep.numbers import duration
 from halfstep.recipe.sources import read_recipe, recipe_names
 from halfstep.train.setup import AnyRecipe
 

@@ -22,6 +22,7 @@ from halfstep import distributed
 from halfstep.checkpoint.sealed import LOOKED_AT, runs_code
 from halfstep.errors import BadData, MissingExtra, StateMismatch, Unsafe
 from halfstep.files import replacing
+from halfstep.numbers import shape
 from halfstep.recipe.schema import WEIGHTS
 from halfstep.safetensors_header import content, header
 from halfstep.step.buffers import put_buffer
@@ -219,16 +220,12 @@ def _compared(
     # Files older than torch's batch counter lack it; only a cumulative average (momentum=None) uses it.
     missing = [name for name in own if name not in found and not name.endswith("num_batches_tracked")]
     shapes = [
-        f"{name} is {_size(found[name])} in the file, {_size(own[name])} in the model"
+        f"{name} is {shape(found[name].shape)} in the file, {shape(own[name].shape)} in the model"
         for name in own
         if name in found and name not in fitting
     ]
     unexpected = [name for name in found if name not in own]
     return LoadReport(path, len(fitting), tuple(missing), tuple(unexpected), tuple(shapes))
-
-
-def _size(tensor: Tensor) -> str:
-    return "×".join(str(side) for side in tensor.shape) or "one number"
 
 
 def _sound(tensor: Tensor, is_finite: bool) -> bool:

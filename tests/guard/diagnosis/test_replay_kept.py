@@ -277,7 +277,7 @@ def test_the_cost_of_a_billion_parameters_is_told_from_shapes_alone() -> None:
     assert found.gradient_bytes == 4 * found.parameters
     assert found.buffer_bytes == 8 * 2**20 + 8
     assert "at least 8 s" in str(found)
-    assert "8 MiB for copies of buffers" in str(found)
+    assert "8.00 MiB for copies of buffers" in str(found)
     assert not cost_of(plain_model()).is_large
 
 

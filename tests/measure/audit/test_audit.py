@@ -168,7 +168,7 @@ def test_numbers_near_the_end_are_told_before_they_overflow() -> None:
     x[0][0, 0] = 50_000.0
     found = audit(nn.Linear(16, 4), classify, x, precision="fp16")
     assert "little-headroom" in ids(found)
-    assert "50 000 in (the model itself) against 65 504: 0.4 bits" in found.spotted[-1].finding.evidence
+    assert "50,000 in (the model itself) against 65,504: 0.4 bits" in found.spotted[-1].finding.evidence
 
 
 @pytest.mark.wording

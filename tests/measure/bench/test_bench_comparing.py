@@ -187,7 +187,7 @@ def test_markdown_has_every_column_and_as_many_cells_in_every_row() -> None:
     for row in rows:
         assert row.replace("\\|", "").count("|") == len(titles) + 1
     assert r"6 gradient\_overflow" in rows[1]
-    assert "1.0 GiB" in rows[1]
+    assert "1.00 GiB" in rows[1]
     assert "2 Wh" in rows[1]
     assert "not measured" in rows[0]
 

@@ -63,7 +63,7 @@ def test_the_figures_are_those_of_the_runs(both: tuple[Bench, Bench, Path]) -> N
             result = json.loads((place / "result.json").read_text())
             assert run.metric == result["metrics"]["top1"]
             assert run.conditions["precision"]["chosen"] == row.name
-            assert f"{row.name}: 100.0%" in run.observed
+            assert f"{row.name}: 100 %" in run.observed
             assert run.curve[-1][1] == result["metrics"]["loss"]
             assert run.peak_bytes is not None
             assert run.peak_bytes > 50 * 2**20

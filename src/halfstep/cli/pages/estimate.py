@@ -9,12 +9,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from halfstep import numbers
 from halfstep.cli.pages.layout import heading, indented, number_table, pairs, ruled_table
 from halfstep.measure.memory.fitting import BatchFit
 from halfstep.measure.memory.ledger import Ledger
 from halfstep.measure.memory.report import EstimateReport
 from halfstep.measure.memory.verdict import DeviceEstimate, Saving, place_in_words
-from halfstep.measure.setting import size_in_words
 from halfstep.measure.survival_report import THE_MODEL_ITSELF, ModuleRange, Survival
 from halfstep.printable import printable
 from halfstep.terminal import screen
@@ -58,9 +58,9 @@ def _parts(columns: Sequence[Ledger], console: Console) -> Padding:
     table = number_table(console, "", [column.setting.precision for column in columns])
     for part in columns[0].at_peak:
         if any(column.at_peak[part] for column in columns):
-            table.add_row(part, *(size_in_words(column.at_peak[part]) for column in columns))
+            table.add_row(part, *(numbers.size(column.at_peak[part]) for column in columns))
     table.add_section()
-    table.add_row(Text("peak", style="bold"), *(Text(size_in_words(column.peak), style="bold") for column in columns))
+    table.add_row(Text("peak", style="bold"), *(Text(numbers.size(column.peak), style="bold") for column in columns))
     if len({column.moment for column in columns}) > 1:
         table.add_row("when", *(printable(column.moment) for column in columns))
     return indented(table, 1)
@@ -73,9 +73,7 @@ def _activations(columns: Sequence[Ledger], console: Console) -> Padding:
         table.add_section()
         for name in _largest(sizes)[:most]:
             found = (column.get(name, 0) for column in sizes)
-            table.add_row(
-                printable(name or THE_MODEL_ITSELF), *(size_in_words(size) if size else "-" for size in found)
-            )
+            table.add_row(printable(name or THE_MODEL_ITSELF), *(numbers.size(size) if size else "-" for size in found))
     return indented(table, 1)
 
 
@@ -98,7 +96,7 @@ def _print_savings(console: Console, savings: Sequence[Saving]) -> None:
 
 
 def _print_device(console: Console, page: DeviceEstimate) -> None:
-    usable = f"{size_in_words(page.device.usable)} of {size_in_words(page.device.memory)} for tensors"
+    usable = f"{numbers.size(page.device.usable)} of {numbers.size(page.device.memory)} for tensors"
     heading(console, f"How far on {place_in_words(page.device)}", usable)
     table = number_table(console, "precision", ["activations", "peak", "largest batch", "multiple of 8"])
     for row in page.largest:
@@ -117,13 +115,13 @@ def _peak(page: DeviceEstimate, row: BatchFit) -> str:
     """Return the peak of the first batch that was asked for."""
     for column in page.columns:
         if (column.setting.precision, column.setting.recompute) == (row.precision, row.recompute):
-            return size_in_words(column.peak)
+            return numbers.size(column.peak)
     return "-"
 
 
 def _reach(row: BatchFit) -> str:
     if not row.batch:
-        return f"none: {size_in_words(row.missing)} over"
+        return f"none: {numbers.size(row.missing)} over"
     if row.at_least:
         return f"no limit up to {row.batch}"
     return f"about {row.batch}" if row.about else f"{row.batch}"
@@ -143,7 +141,7 @@ def _print_notes(console: Console, report: EstimateReport) -> None:
     columns = [column for page in report.devices for column in page.columns if not column.setting.recompute]
     notes = dict.fromkeys(note for column in columns for note in column.notes if note not in said)
     assumed = dict.fromkeys(
-        f"assumed: {size_in_words(page.device.reserved)} are taken by the process itself, and "
+        f"assumed: {numbers.size(page.device.reserved)} are taken by the process itself, and "
         f"{page.device.margin:.0%} of the rest is left for gaps between tensors"
         for page in report.devices
     )
@@ -248,14 +246,12 @@ def _error(survival: Survival) -> str:
     return "not finite" if error is None else f"{error:.2%} of their norm in fp32"
 
 
+def _share(value: float | None) -> str:
+    return numbers.share(value) if value else "-"
+
+
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.5g}"
-
-
-def _share(share: float | None) -> str:
-    if not share:
-        return "-"
-    return f"{share:.1%}" if share >= 0.001 else "<0.1%"
 
 
 def _print_advice(console: Console, found: Sequence[Survival], subject: str) -> None:

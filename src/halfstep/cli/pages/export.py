@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.padding import Padding
 from rich.text import Text
 
+from halfstep import numbers
 from halfstep.printable import in_line
 from halfstep.terminal import screen
 
@@ -23,7 +24,7 @@ def show(report: ExportReport) -> None:
     """Print the code first, because it is long; the facts come last, where a terminal ends."""
     console = screen()
     console.print(report.python, soft_wrap=True)
-    size = f"{report.tensors} tensors, {report.bytes / 1e6:,.1f} MB, {report.format}"
+    size = f"{report.tensors} tensors, {numbers.size(report.bytes)}, {report.format}"
     console.print(Text.assemble("\n", (in_line(report.file), "bold"), f": {size}"), soft_wrap=True)
     lines = [
         f"{report.model} from {_origin(report)}",
@@ -39,7 +40,7 @@ def show(report: ExportReport) -> None:
 def show_layout(report: ShardedExport) -> None:
     """Print the folder of a sharded layout and what is in it."""
     console, files = screen(), report.files
-    size = f"{report.tensors} tensors, {report.bytes / 1e6:,.1f} MB, in {len(files)} files"
+    size = f"{report.tensors} tensors, {numbers.size(report.bytes)}, in {len(files)} files"
     console.print(Text.assemble((in_line(report.folder), "bold"), f": {size}"), soft_wrap=True)
     average = ", averaged" if report.averaged else ""
     for line in (f"{report.source}{average}", f"{files[0]} to {files[-1]}" if len(files) > 1 else files[0]):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from halfstep import numbers
 from halfstep.errors import OutOfMemory
 from halfstep.printable import in_line
 from halfstep.terminal import screen
@@ -64,13 +65,11 @@ def _estimated(failed: OutOfMemory, recipe: str, settings: Sequence[str]) -> Way
 
 
 def _ledger(found: WayOut) -> list[str]:
-    from halfstep.measure.setting import size_in_words
-
     parts = {part: size for part, size in found.at_peak.items() if size}
     rows = {**parts, "peak": found.peak, "there is": found.limit}
     width = max(map(len, rows))
     lines = [f"  by the estimate, at its peak ({found.moment}):"]
-    return lines + [f"    {part.ljust(width)}  {size_in_words(size).rjust(10)}" for part, size in rows.items()]
+    return lines + [f"    {part.ljust(width)}  {numbers.size(size).rjust(10)}" for part, size in rows.items()]
 
 
 def _verdict(failed: OutOfMemory, found: WayOut) -> str:

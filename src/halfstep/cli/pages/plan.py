@@ -18,8 +18,8 @@ from halfstep.measure.plan.choice import Cell, LadderCell
 from halfstep.measure.plan.not_measured import NotMeasured
 from halfstep.measure.plan.plan import Plan
 from halfstep.measure.plan.search import Growth
-from halfstep.measure.setting import size_in_words
 from halfstep.measure.timing import Speed
+from halfstep.numbers import duration, size
 from halfstep.printable import printable
 from halfstep.terminal import screen
 
@@ -152,8 +152,8 @@ def _row(cell: LadderCell, speed: Speed, plan: Plan) -> list[str]:
         f"{speed.speedup:.2f}x",
         "-" if is_baseline else _range(speed),
         str(speed.pairs),
-        _time(speed.seconds),
-        size_in_words(cell.peak) if cell.peak else "-",
+        duration(speed.seconds),
+        size(cell.peak) if cell.peak else "-",
         cell.parity.verdict if cell.parity and not is_baseline else "-",
     ]
 
@@ -169,10 +169,6 @@ def _cut(ladder: Sequence[Cell]) -> dict[str, str]:
         if cell.cut:
             together.setdefault(cell.cut, []).append(cell.name)
     return {"; ".join(names): printable(reason) for reason, names in together.items()}
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"
 
 
 def _conditions(plan: Plan) -> dict[str, str]:

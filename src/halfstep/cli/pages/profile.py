@@ -13,7 +13,8 @@ from halfstep.cli.pages.layout import heading, indented
 from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.measure.conditions import busy, in_words
 from halfstep.measure.profile.facts import PARTS
-from halfstep.measure.profile.next_command import count, duration, layers
+from halfstep.measure.profile.next_command import layers
+from halfstep.numbers import duration, several
 from halfstep.printable import printable
 from halfstep.terminal import screen
 
@@ -73,8 +74,8 @@ def _print_speed(console: Console, facts: ProfileFacts) -> None:
 def _gain(race: StepTimes) -> str:
     # Fewer pairs have no confidence interval.
     if race.pairs < FEWEST_FOR_INTERVAL:
-        return f"not measured well enough: {count(race.pairs, 'pair')}"
-    interval = f"{race.low:.2f}-{race.high:.2f}x over {count(race.pairs, 'pair')}"
+        return f"not measured well enough: {several(race.pairs, 'pair')}"
+    interval = f"{race.low:.2f}-{race.high:.2f}x over {several(race.pairs, 'pair')}"
     return f"{race.speedup:.2f}x of strict fp32 ({interval})"
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from halfstep.cli.pages.layout import heading, indented, print_finding, ruled_table
 from halfstep.doctor.settings import shown
+from halfstep.numbers import several
 from halfstep.printable import in_line
 from halfstep.terminal import screen
 
@@ -77,7 +78,7 @@ def _precision(status: ProjectStatus) -> str:
 def _counted(report: ProjectReport) -> str:
     files = report.files
     more = ", and more that were not" if files.more else ""
-    count = "1 file" if files.read == 1 else f"{files.read:,} files"
+    count = several(files.read, "file")
     return f"{report.folder}: {count} looked at{more}, {files.with_settings} with settings"
 
 

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.cli.pages.layout import heading, pairs
+from halfstep.numbers import number
 from halfstep.observe.recorder import OUTSIDE
-from halfstep.printable import number, printable
+from halfstep.printable import printable
 from halfstep.terminal import screen
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from halfstep import numbers
 from halfstep.cli.pages.layout import heading, indented, number_table, pairs
 from halfstep.measure.scale.layout import DDP
 from halfstep.measure.scale.report import LayoutCost, ScaleReport
 from halfstep.measure.scale.upkeep import Upkeep
-from halfstep.measure.setting import size_in_words
 from halfstep.printable import printable
 from halfstep.terminal import screen
 
@@ -25,7 +25,7 @@ def show(report: ScaleReport) -> None:
     if report.interrupted:
         console.print(Text("interrupted: these layouts were counted by then", style="yellow"))
     rows = report.layouts
-    heading(console, "Memory of a rank", f"{size_in_words(report.device.usable)} for tensors")
+    heading(console, "Memory of a rank", f"{numbers.size(report.device.usable)} for tensors")
     console.print(_memory(rows, console))
     taken = report.taken or rows[-1]
     parts = f"{taken.counts.units} {'buckets' if taken.layout.sharding == DDP else 'units'}"
@@ -58,7 +58,7 @@ def _memory(rows: Sequence[LayoutCost], console: Console) -> Padding:
         if any(row.memory.get(part, 0) for row in rows):
             table.add_row(part, *(_size(row.memory.get(part, 0)) for row in rows))
     table.add_section()
-    table.add_row(Text("peak", style="bold"), *(Text(size_in_words(row.peak), style="bold") for row in rows))
+    table.add_row(Text("peak", style="bold"), *(Text(numbers.size(row.peak), style="bold") for row in rows))
     table.add_row("fits", *("yes" if row.fits else "no" for row in rows))
     return indented(table, 1)
 
@@ -85,10 +85,10 @@ def _upkeep(found: Upkeep) -> dict[str, str]:
     agreement, digest, save, load = found.agreement, found.digest, found.save, found.load
     return {
         "agreement": f"{agreement.calls} all-reduce of {agreement.bytes} B, {agreement.host_reads} host read",
-        "replica digest": f"{size_in_words(digest.bytes)} hashed in {_time(digest.seconds)}, at the end of a run",
-        "save": f"{size_in_words(save.bytes)} by each of {save.writers:,} writers; {save.files:,} files, "
+        "replica digest": f"{numbers.size(digest.bytes)} hashed in {_time(digest.seconds)}, at the end of a run",
+        "save": f"{numbers.size(save.bytes)} by each of {save.writers:,} writers; {save.files:,} files, "
         f"{save.fsyncs:,} fsyncs; stall {_time(save.stall)}",
-        "load": f"{size_in_words(load.bytes)} a rank, read and hashed in {_time(load.seconds)}",
+        "load": f"{numbers.size(load.bytes)} a rank, read and hashed in {_time(load.seconds)}",
         "file descriptors": f"{found.descriptors.a_rank:,} a rank, {found.descriptors.a_node:,} a node",
         "restart": _time(found.restart.seconds),
     }
@@ -127,4 +127,4 @@ def _time(seconds: float) -> str:
 
 
 def _size(size: float) -> str:
-    return size_in_words(size) if size else "-"
+    return numbers.size(size) if size else "-"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from halfstep.numbers import size
 from halfstep.printable import in_line
 from halfstep.terminal import screen
 
@@ -52,8 +53,8 @@ def print_report(report: VerifyReport) -> None:
     for one in report.checkpoints:
         state = ("whole  ", "green") if one.whole else ("damaged", "red")
         by = f"  by {one.processes} processes" if (one.processes or 1) > 1 else ""
-        size = f"  {_in_words(one.bytes):>9}{by}"
-        console.print(Text.assemble(f"{in_line(one.name)}  ", state, size), soft_wrap=True)
+        taken = f"  {size(one.bytes):>9}{by}"
+        console.print(Text.assemble(f"{in_line(one.name)}  ", state, taken), soft_wrap=True)
         if one.problem:
             console.print(f"  {one.problem}", soft_wrap=True)
     for name in report.set_aside:
@@ -69,14 +70,10 @@ def print_report(report: VerifyReport) -> None:
 
 def speed_in_words(report: VerifyReport) -> str:
     """Return the throughput and its bottleneck in words."""
-    text = f"verified {_in_words(report.bytes)} in {report.seconds:.2f} s"
+    text = f"verified {size(report.bytes)} in {report.seconds:.2f} s"
     if report.bytes_per_second is None:
         return text
     return f"{text}: {report.bytes_per_second / 1e9:.2f} GB/s, limited by {report.limited_by}"
-
-
-def _in_words(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB" if size >= 10**5 else f"{size / 1e3:,.1f} kB"
 
 
 def print_proof(proof: Proof) -> None:

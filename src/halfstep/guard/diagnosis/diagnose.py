@@ -31,6 +31,7 @@ from halfstep.guard.verdict import (
     Verdict,
     place_of,
 )
+from halfstep.numbers import size
 from halfstep.observe.nonfinite_origin import BATCH, LITERAL, NAN, OTHERS
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, refused_by
@@ -86,7 +87,7 @@ class Cost:
         time = "" if self.seconds is None else f", at least {MOST_RERUNS * self.seconds:.3g} s by the last step's time"
         return (
             f"a diagnosis begins: {self.parameters:,} parameters, so the step is run again {MOST_RERUNS} times at most"
-            f"{time}; it needs {_size(self.gradient_bytes)} for gradients and {_size(self.buffer_bytes)} for copies of "
+            f"{time}; it needs {size(self.gradient_bytes)} for gradients and {size(self.buffer_bytes)} for copies of "
             "buffers, the activations of an fp32 step, and no copy of the weights"
         )
 
@@ -100,10 +101,6 @@ def cost_of(model: nn.Module, seconds: float | None = None) -> Cost:
         sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
         seconds,
     )
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.3g} GiB" if count >= 2**27 else f"{count / 2**20:.3g} MiB"
 
 
 # -- diagnose ---------------------------------------------------------------------------------------------------------

@@ -21,11 +21,19 @@ from halfstep.measure.audit.watched import Listeners, ObservedStep, watched_step
 from halfstep.measure.case import Case, LossFunction, resolve_precision
 from halfstep.measure.memory.devices import Target, device_named
 from halfstep.measure.memory.estimate import gpu_pretended, without_values
-from halfstep.measure.memory.fake_tensors import FakeCandidate, built, fake_mode, in_one_line, numbers_refused, walked
+from halfstep.measure.memory.fake_tensors import (
+    FakeCandidate,
+    built,
+    error_and_line,
+    fake_mode,
+    numbers_refused,
+    walked,
+)
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, subject_of
 from halfstep.measure.survival import survival
-from halfstep.measure.survival_report import Survival, named, number, where
+from halfstep.measure.survival_report import Survival, named, where
+from halfstep.numbers import number
 from halfstep.observe.emulate import BACKWARD, Event
 from halfstep.observe.lint.calls import Calls
 from halfstep.observe.lint.listener import Spotted
@@ -61,7 +69,7 @@ def described_step(make_case: Callable[[], Case], precision: Precision) -> Obser
                 # An error that a finding explains ends the step, but not the audit.
                 if not calls:
                     raise
-                stopped = in_one_line(error)
+                stopped = error_and_line(error)
             finally:
                 # Cached casts are fake tensors, which must not be reused outside this mode.
                 torch.clear_autocast_cache()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from halfstep.journal import numbers
+from halfstep import numbers
 from halfstep.page import Node, Tree
 
 _MODEL_ITSELF = "(the model itself)"

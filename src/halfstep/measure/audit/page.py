@@ -11,6 +11,7 @@ from halfstep.draw.notebook import ShownAsPage
 from halfstep.json_data import JsonResult
 from halfstep.measure.audit.model_tree import ModuleFlops, model_tree
 from halfstep.measure.audit.report import IslandVerdict, ModuleRow, Numbers
+from halfstep.numbers import share
 from halfstep.observe.lint.listener import Spotted
 from halfstep.page import (
     Block,
@@ -80,7 +81,7 @@ class Audit(JsonResult, ShownAsPage):
         if self.share is not None:
             outside = " outside islands" if self.island_share else ""
             enough = f"of the work{outside} in {self.format} as asked"
-            work = f"{_percent(self.share)} {enough}" if self.share >= 0.9 else f"only {_percent(self.share)} {enough}"
+            work = f"{share(self.share)} {enough}" if self.share >= 0.9 else f"only {share(self.share)} {enough}"
         count = len(self.spotted)
         worst = sum(one.finding.severity == "error" for one in self.spotted)
         found = "nothing found" if not count else f"{count} finding{'s' if count > 1 else ''}"
@@ -96,11 +97,6 @@ class Audit(JsonResult, ShownAsPage):
     def findings(self) -> tuple[Spotted, ...]:
         """Return the findings with their places, as JSON names them."""
         return self.spotted
-
-
-def _percent(share: float) -> str:
-    # 99.95 % and above must not be rounded to 100 %, which means all of it.
-    return "100 %" if share == 1 else f"{min(share, 0.999):.1%}".replace("%", " %")
 
 
 # -- page -------------------------------------------------------------------------------------------------------------
@@ -141,10 +137,10 @@ def _circumstances(audit: Audit) -> str:
     words = [audit.subject, audit.device]
     total = sum(audit.flops.values())
     if total:
-        shares = ", ".join(f"{name} {format_share(count / total)}" for name, count in audit.flops.items())
+        shares = ", ".join(f"{name} {share(count / total)}" for name, count in audit.flops.items())
         words.append(f"all work: {shares}")
     if audit.island_share:
-        words.append(f"{format_share(audit.island_share)} in islands")
+        words.append(f"{share(audit.island_share)} in islands")
     if audit.loss_scale:
         words.append(f"loss scale {audit.loss_scale:.0f}")
     return "; ".join(words)
@@ -224,9 +220,9 @@ def _table(groups: Sequence[ModuleGroup], asked: str) -> Table:
     for group in groups:
         first = group.rows[0]
         cells: list[Text] = [_name(group), _formats(first.stored), _computed(first, asked), _formats(first.saved)]
-        cells.append(format_share(group.share))
+        cells.append(share(group.share) if group.share else "-")
         for way in ways:
-            cells += [_bits(group.headroom_bits(way)), format_share(group.underflow(way) or 0.0)]
+            cells += [_bits(group.headroom_bits(way)), share(lost) if (lost := group.underflow(way)) else "-"]
         rows.append(tuple(cells))
     return Table(tuple(columns), tuple(rows))
 
@@ -261,14 +257,6 @@ def _bits(bits: float | None) -> Text:
         return Span("-", "dim")
     # Adding 0.0 turns -0.0 into 0.0.
     return Span(f"{bits + 0.0:.1f} bits", "bad" if bits < 0 else "warn" if bits < _FEW_BITS else "")
-
-
-def format_share(share: float) -> str:
-    """Return a share in percent."""
-    if not share:
-        return "-"
-    # 99.95 % and above must not be rounded to 100 %, which means all of it.
-    return f"{share if share == 1 else min(share, 0.999):.1%}" if share >= 0.001 else "<0.1%"
 
 
 def _islands(islands: Sequence[IslandVerdict]) -> Iterator[Block]:

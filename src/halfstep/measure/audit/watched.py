@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from halfstep.errors import WrongUse
 from halfstep.formats import FP32, is_narrow, name_of
 from halfstep.measure.case import Case
-from halfstep.measure.memory.fake_tensors import as_wrong_use, in_one_line
+from halfstep.measure.memory.fake_tensors import as_wrong_use, error_and_line
 from halfstep.measure.survival import (
     Gradients,
     StepOutcome,
@@ -195,7 +195,7 @@ def _step(
 def _explained(error: Exception, lint: Lint) -> str:
     """Return the error as one line if a finding explains it; otherwise raise it as the user's error."""
     if any(one.finding.severity == "error" for one in lint.spotted()):
-        return str(error) if isinstance(error, WrongUse) else in_one_line(error)
+        return str(error) if isinstance(error, WrongUse) else error_and_line(error)
     if isinstance(error, WrongUse):
         raise error
     raise as_wrong_use(error, (), "") or error from error

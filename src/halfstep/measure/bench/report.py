@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from halfstep.journal import numbers
+from halfstep import numbers
 from halfstep.measure.bench.comparison import BenchMetric, BenchRow, Gain
 from halfstep.measure.conditions import Conditions, in_words
 from halfstep.measure.parity import Margin, ParityTest
+from halfstep.numbers import many
 
 Cell = Callable[[BenchRow, BenchRow], str]
 """The text of a column, from a row and the baseline's row."""
@@ -224,8 +225,3 @@ def footnote(conditions: Conditions, seeds: Sequence[int], metric: BenchMetric, 
         f"interval of the mean difference lies within the margin, the larger of {smallest(metric)} and three standard "
         "deviations of fp32."
     )
-
-
-def many(count: int, word: str) -> str:
-    """Return the word in the plural unless `count` is 1."""
-    return word if count == 1 else f"{word}s"

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.errors import HalfstepError, reason_in
+from halfstep.errors import ENDED_FROM_OUTSIDE, HalfstepError, reason_in
 from halfstep.files import read_json, write_json
 from halfstep.journal.events import Event
 from halfstep.journal.jsonl import in_strict_json, read_events
-from halfstep.journal.numbers import to_float
 from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, RunFailed, RunResult, gain_of_race, smoothed
 from halfstep.measure.case import Case
 from halfstep.measure.conditions import Conditions
@@ -37,6 +36,7 @@ from halfstep.measure.worker_process import (
     TimedUpdate,
     end_process,
 )
+from halfstep.numbers import to_float
 
 # -- journals ---------------------------------------------------------------------------------------------------------
 # Compute the figures of a bench from a run's journal.
@@ -270,7 +270,7 @@ def _too_long(limit: float | None) -> RunFailed:
 
 def _why(code: int, log: Path) -> str:
     if code == -signal.SIGTERM or code == -9:
-        return "its process was ended from outside, as a system does that has no memory left"
+        return f"its process {ENDED_FROM_OUTSIDE}"
     lines = [line for line in log.read_text("utf-8", "replace")[-_LAST_WORDS:].splitlines() if line.strip()]
     if not lines:
         return f"its process ended with code {code}"

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from halfstep import numbers
 from halfstep.errors import HalfstepError, PrecisionRefused, WrongUse
 from halfstep.formats import FP32, is_narrow
 from halfstep.measure.batches import bytes_of, size_of, taken_as_samples, tensors
@@ -26,6 +27,7 @@ from halfstep.measure.memory.devices import Target, device_named, own_choice
 from halfstep.measure.memory.fake_tensors import (
     FakeCandidate,
     MakeCase,
+    asked_at,
     built,
     fake_mode,
     made_once,
@@ -38,13 +40,12 @@ from halfstep.measure.memory.ledger import PARTS, WORKING, Ledger, Note
 from halfstep.measure.memory.recurrent import lstm_by_onednn
 from halfstep.measure.memory.timeline import UPDATE, MemoryBlock, Moment, Timeline, not_covered
 from halfstep.measure.memory.values import ValueTracker
-from halfstep.measure.setting import StepSetting, size_in_words
+from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, subject_of
 from halfstep.observe.recorder import eagerly
 from halfstep.precision.hardware import ability, describe
 from halfstep.precision.names import AUTO
 from halfstep.precision.precision import Precision
-from halfstep.user_code import MEASURING, lines_outside, place
 
 # -- notes ------------------------------------------------------------------------------------------------------------
 # Write the remarks that readers of a ledger need.
@@ -80,7 +81,7 @@ def notes_of(
 
 def _why_not_half(precision: Precision, peak: int, wide: Mapping[str, int]) -> str:
     largest = sorted(wide.items(), key=lambda item: -item[1])
-    named = ", ".join(f"{part} {size_in_words(size)}" for part, size in largest if size > _WORTH_NAMING * peak)
+    named = ", ".join(f"{part} {numbers.size(size)}" for part, size in largest if size > _WORTH_NAMING * peak)
     share = sum(wide.values()) / peak
     return f"{share:.0%} of the peak is fp32 in {precision.name} too, which no cast makes smaller: {named or 'little'}"
 
@@ -510,13 +511,7 @@ def _attention(
 def _refusal(error: RuntimeError, precision: str) -> PrecisionRefused:
     what = str(error).split(" and ")[0].removeprefix("torch.nn.functional.")
     return PrecisionRefused(
-        f"CUDA's autocast refuses {what} in {precision}, called at {_asked_at(error)}",
+        f"CUDA's autocast refuses {what} in {precision}, called at {asked_at(error)}",
         allowed="binary_cross_entropy_with_logits, or the same loss in fp32",
         do="leave the sigmoid out and use nn.BCEWithLogitsLoss(), or wrap the loss: halfstep.island(nn.BCELoss())",
     )
-
-
-def _asked_at(error: BaseException) -> str:
-    """Return the innermost line of the user's own code."""
-    lines = lines_outside(error, *MEASURING)
-    return place(lines[-1]) if lines else "an unknown line"

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.errors import WrongUse
+from halfstep.errors import WrongUse, in_one_line
 from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.batches import resized, size_of, tensors
 from halfstep.measure.case import Case
@@ -176,11 +176,9 @@ def raised_at(error: BaseException) -> str | None:
     return place_and_text(own[-1]) if own else None
 
 
-def in_one_line(error: BaseException) -> str:
-    """Return the message of an error and its line."""
-    said = (str(error).splitlines() or [""])[0][:_LONGEST]
-    place = raised_at(error)
-    what = f"{type(error).__name__}: {said}" if said else type(error).__name__
+def error_and_line(error: BaseException) -> str:
+    """Return an error in one line, after the line of code that raised it."""
+    place, what = raised_at(error), in_one_line(error)[:_LONGEST]
     return f"{place} raised {what}" if place else what
 
 
@@ -193,7 +191,7 @@ def wrong_use_of(error: Exception, samples: Sequence[str], do: str) -> WrongUse:
     """Return any error of a model, a loss or torch in them as `WrongUse`."""
     taken = f"; {', '.join(samples)} were taken as samples" if samples else ""
     return WrongUse(
-        f"{in_one_line(error)}{taken}",
+        f"{error_and_line(error)}{taken}",
         allowed="a model, a loss and a batch that run together",
         do=do or "run the loss once by itself: loss_fn(model, batch)",
     )

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from halfstep import numbers
 from halfstep.json_data import JsonResult
 from halfstep.measure.assumption import Assumption
-from halfstep.measure.setting import StepSetting, size_in_words
+from halfstep.measure.setting import StepSetting
 
 PARTS = (
     "weights",
@@ -72,9 +73,9 @@ class Ledger(JsonResult):
 
     def __str__(self) -> str:
         parts = sorted(self.at_peak.items(), key=lambda part: -part[1])
-        sizes = ", ".join(f"{name} {size_in_words(size)}" for name, size in parts if size)
+        sizes = ", ".join(f"{name} {numbers.size(size)}" for name, size in parts if size)
         how = way_in_words(self.setting.precision, self.setting.recompute, self.samples)
-        return "\n".join([f"peak {size_in_words(self.peak)} {how}, in {self.moment}", sizes, *self.notes])
+        return "\n".join([f"peak {numbers.size(self.peak)} {how}, in {self.moment}", sizes, *self.notes])
 
     @property
     def peak(self) -> int:

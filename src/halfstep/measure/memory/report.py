@@ -11,7 +11,7 @@ from halfstep.measure.batches import size_of, taken_as_samples
 from halfstep.measure.case import Case
 from halfstep.measure.memory.devices import HERE, Target, device_named, own_choice
 from halfstep.measure.memory.estimate import ledger_on
-from halfstep.measure.memory.fake_tensors import MakeCase, as_wrong_use, in_one_line, made_once
+from halfstep.measure.memory.fake_tensors import MakeCase, as_wrong_use, error_and_line, made_once
 from halfstep.measure.memory.fitting import MOST, BatchFit, Lever, MakeLedger, largest_batch, levers
 from halfstep.measure.memory.ledger import Ledger
 from halfstep.measure.memory.verdict import (
@@ -212,7 +212,7 @@ class _Making:
             raise
         except Exception as error:
             samples = ", ".join(taken_as_samples(self.case.batch))
-            why = f"no other batch was tried: {in_one_line(error)}; {samples} were taken as samples"
+            why = f"no other batch was tried: {error_and_line(error)}; {samples} were taken as samples"
             page.not_searched.append(NotSearched(name, recompute, why))
 
     def _largest(self, name: str, recompute: bool, page: DeviceEstimate, ledger: MakeLedger) -> BatchFit:

@@ -10,7 +10,7 @@ from halfstep.json_data import JsonResult
 from halfstep.measure.memory.devices import HERE, Target
 from halfstep.measure.memory.fitting import BatchFit
 from halfstep.measure.memory.ledger import Ledger, way_in_words
-from halfstep.measure.setting import size_in_words
+from halfstep.numbers import size
 
 _HALF = 0.45
 """Savings above this share count as half."""
@@ -132,7 +132,7 @@ def _line(page: DeviceEstimate) -> VerdictLine:
     if column.by_cpu_rules:
         word += ", by the CPU's rules"
     how = way_in_words(column.setting.precision, column.setting.recompute, column.samples)
-    peak, memory = size_in_words(column.peak), size_in_words(page.device.memory)
+    peak, memory = size(column.peak), size(page.device.memory)
     return VerdictLine(f"{word}: peak {peak} of {memory} on {place} {how}{_farther(page, column)}", column.fits)
 
 
@@ -144,7 +144,7 @@ def _farther(page: DeviceEstimate, column: EstimateColumn) -> str:
     if row.batch:
         return f"; {reach(row)}"
     fitting = [lever for lever in row.levers if lever.fits]
-    short = f"; even {row.smallest} is {size_in_words(row.missing)} too much"
+    short = f"; even {row.smallest} is {size(row.missing)} too much"
     if not fitting:
         return f"{short}, however it is run"
     return f"{short}, but {fitting[0].precision}{' with recomputing' if fitting[0].recompute else ''} fits"

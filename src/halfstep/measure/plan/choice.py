@@ -11,6 +11,7 @@ from halfstep.json_data import JsonResult
 from halfstep.measure.plan.probe import LossParity
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
+from halfstep.numbers import several
 from halfstep.precision.select import WORTH_IT
 
 # -- cell -------------------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ def wholly_above(one: Speed | None, other: Speed | None) -> bool:
 def interval(speed: Speed) -> str:
     """Return the interval and its number of pairs as text, or that there are too few pairs."""
     if speed.pairs < FEWEST_FOR_INTERVAL:
-        return f"{speed.pairs} {'pair' if speed.pairs == 1 else 'pairs'}, too few for an interval"
+        return f"{several(speed.pairs, 'pair')}, too few for an interval"
     return f"{speed.low:.2f} to {speed.high:.2f}, {speed.pairs} pairs"
 
 

@@ -12,9 +12,10 @@ import torch
 
 from halfstep.host_memory import free_memory
 from halfstep.measure.conditions import Conditions
-from halfstep.measure.setting import StepSetting, size_in_words
+from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import TimedRace, race, warm
 from halfstep.measure.worker_process import CandidateFailed, OpenedCandidate
+from halfstep.numbers import size
 
 # -- memory fit -------------------------------------------------------------------------------------------------------
 
@@ -48,7 +49,7 @@ class MemoryFit:
 
     def why_not(self, setting: StepSetting) -> str:
         """Return the required and the free memory as text."""
-        return f"it would take {size_in_words(self.peak(setting) or 0)}, and {size_in_words(self.free or 0)} are free"
+        return f"it would take {size(self.peak(setting) or 0)}, and {size(self.free or 0)} are free"
 
     def _predicted(self, setting: StepSetting) -> int | None:
         if self._predict is None:

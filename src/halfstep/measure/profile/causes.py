@@ -25,7 +25,8 @@ from halfstep.measure.profile.facts import (
     StepTimes,
     Warming,
 )
-from halfstep.measure.profile.next_command import count, duration, layers, listed
+from halfstep.measure.profile.next_command import layers, listed
+from halfstep.numbers import duration, several
 
 # -- cause ------------------------------------------------------------------------------------------------------------
 # The result of a profile.
@@ -61,7 +62,7 @@ def slow_data(facts: ProfileFacts) -> Cause | None:
         return None
     evidence = (
         f"a step waits {duration(feeding.wait)} of {duration(feeding.step)} for its batch; {_reading(feeding)}; "
-        f"at best {count(feeding.most_workers, 'worker')} on {count(feeding.cores, 'core')} would need "
+        f"at best {several(feeding.most_workers, 'worker')} on {several(feeding.cores, 'core')} would need "
         f"{duration(feeding.at_best)} a step, and computing takes {duration(feeding.computing)}"
     )
     return Cause(
@@ -79,10 +80,10 @@ def too_few_workers(facts: ProfileFacts) -> Cause | None:
     feeding = facts.feeding
     if feeding is None or feeding.step <= 0 or feeding.outlasts_computing or feeding.workers_needed <= feeding.workers:
         return None
-    workers = count(feeding.workers_needed, "worker")
+    workers = several(feeding.workers_needed, "worker")
     evidence = (
         f"a step waits {duration(feeding.wait)} of {duration(feeding.step)} for its batch with "
-        f"{count(feeding.workers, 'worker')}; {_reading(feeding)}, and computing on it {duration(feeding.computing)}"
+        f"{several(feeding.workers, 'worker')}; {_reading(feeding)}, and computing on it {duration(feeding.computing)}"
     )
     return Cause(
         "too-few-workers",
@@ -121,7 +122,7 @@ def unexplained(facts: ProfileFacts) -> Cause | None:
         return None
     return Cause(
         "no-cause",
-        f"waiting for data takes {feeding.wait_share:.0%} of a step, though {count(feeding.workers, 'worker')} "
+        f"waiting for data takes {feeding.wait_share:.0%} of a step, though {several(feeding.workers, 'worker')} "
         "should be enough",
         _reading(feeding),
         "see where reading spends its time",
@@ -260,7 +261,7 @@ def recompiling(facts: ProfileFacts) -> Cause | None:
     often = sum(1 for count in steps if count)
     return Cause(
         "recompiling",
-        f"torch compiles again in {often} of {count(len(steps), 'step')}, which takes {share:.0%} of them",
+        f"torch compiles again in {often} of {several(len(steps), 'step')}, which takes {share:.0%} of them",
         f"it was compiled again because {worst.reason or 'a guard failed'} no longer held",
         "keep shapes and numbers the same from step to step, mark them dynamic, or do not compile",
         next_command.changed(facts, "train.compile=false"),
@@ -518,7 +519,7 @@ def _too_little(facts: ProfileFacts) -> str:
     if facts.race is None:
         return "there was no time to find a cause"
     return (
-        f"the speed was not measured well enough: {count(facts.race.pairs, 'pair')} of steps, and a verdict needs "
+        f"the speed was not measured well enough: {several(facts.race.pairs, 'pair')} of steps, and a verdict needs "
         f"{FEWEST_FOR_INTERVAL}"
     )
 
@@ -570,7 +571,7 @@ def _fast(facts: ProfileFacts, race: StepTimes) -> Cause:
     return Cause(
         "already-fast",
         f"nothing is wrong: {race.speedup:.2f}x{of}",
-        f"{facts.asked} against strict fp32, {race.low:.2f}-{race.high:.2f}x over {count(race.pairs, 'pair')}",
+        f"{facts.asked} against strict fp32, {race.low:.2f}-{race.high:.2f}x over {several(race.pairs, 'pair')}",
         "see whether other settings are faster still" if facts.own_code else "train",
         next_command.trained(facts),
         0.0,

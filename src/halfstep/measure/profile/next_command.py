@@ -6,22 +6,13 @@ import shlex
 from collections.abc import Sequence
 
 from halfstep.measure.profile.facts import ProfileFacts
+from halfstep.numbers import many
 
 # -- words ------------------------------------------------------------------------------------------------------------
 # Format numbers and names for a profile.
 
 
 _NAMED = 4
-
-
-def duration(seconds: float) -> str:
-    """Return the seconds as text in ms or s."""
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def count(number: int, word: str) -> str:
-    """Return the number and the word, in the plural unless it is 1."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -33,7 +24,7 @@ def listed(names: Sequence[str]) -> str:
 
 def layers(names: Sequence[str], kind: str) -> str:
     """Return `layer "2" (Conv2d)`."""
-    return f"{'layer' if len(names) == 1 else 'layers'} {listed(names)}" + (f" ({kind})" if kind else "")
+    return f"{many(len(names), 'layer')} {listed(names)}" + (f" ({kind})" if kind else "")
 
 
 # -- typed ------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from halfstep.measure.scale.counting import RankCounts, count
 from halfstep.measure.scale.layout import AUTO, DDP, FSDP, HSDP, RankLayout, layouts, ranks_and_nodes
 from halfstep.measure.scale.traffic import CollectiveTraffic, Links, StepSeconds, by_kind, links_of, times, total
 from halfstep.measure.scale.upkeep import Upkeep, upkeep
-from halfstep.measure.setting import StepSetting, size_in_words
+from halfstep.measure.setting import StepSetting
+from halfstep.numbers import size
 from halfstep.precision.names import AUTO as OWN_PRECISION
 from halfstep.status_line import OnProgress
 
@@ -242,14 +243,14 @@ def _sharded(counted: RankCounts, ledger: Ledger, average: int) -> dict[str, int
 
 def reason(rows: Sequence[LayoutCost], taken: LayoutCost | None, target: Target, sharding: str) -> str:
     """Return in a sentence why this layout is the one to take."""
-    usable = size_in_words(target.usable)
+    usable = size(target.usable)
     if taken is None:
         least = min(rows, key=lambda row: row.peak)
         return (
-            f"none fits: {least.name} takes the least, {size_in_words(least.peak)} of {usable} that a rank can "
+            f"none fits: {least.name} takes the least, {size(least.peak)} of {usable} that a rank can "
             "use; recompute activations or take a smaller batch"
         )
-    needs, layout = f"{size_in_words(taken.peak)} of {usable} that a rank can use", taken.layout
+    needs, layout = f"{size(taken.peak)} of {usable} that a rank can use", taken.layout
     if sharding != AUTO:
         return f"{taken.name} fits: {needs}"
     if layout.sharding == DDP:
@@ -257,7 +258,7 @@ def reason(rows: Sequence[LayoutCost], taken: LayoutCost | None, target: Target,
     passed = rows[rows.index(taken) - 1]
     where = "inside a node" if layout.shard_size <= layout.per_node else "over nodes"
     return (
-        f"{taken.name}: {passed.name} would take {size_in_words(passed.peak)}; sharded over "
+        f"{taken.name}: {passed.name} would take {size(passed.peak)}; sharded over "
         f"{layout.shard_size} ranks {where} it is {needs}"
     )
 

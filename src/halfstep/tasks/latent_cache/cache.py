@@ -21,7 +21,7 @@ from halfstep.data.dataset import BadSample, Sample, Source, WrappedSource, file
 from halfstep.data.fingerprint import fingerprint
 from halfstep.errors import BadData, NotBegun, StorageFailed
 from halfstep.files import cache_folder, write_json
-from halfstep.journal.numbers import size as in_words
+from halfstep.numbers import size as in_words
 from halfstep.safetensors_header import content
 from halfstep.status_line import OnProgress
 from halfstep.tasks.latent_cache.encoding import Encoding, evenly, here, ready_image

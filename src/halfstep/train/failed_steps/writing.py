@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep import distributed
+from halfstep import distributed, numbers
 from halfstep.checkpoint.commit import RankGather, RankSnapshot, commit, decided, discard
 from halfstep.checkpoint.packing import pack
 from halfstep.checkpoint.paths import CheckpointDir, Disk, sweep
@@ -144,7 +144,7 @@ def _offer(folder: Path, own: RankInputs, disk: Disk, first: bool) -> tuple[str,
 def _too_large(size: int, most: int) -> str:
     if size <= most:
         return ""
-    return f"weights and batch take {size / 2**30:.2f} GiB, and at most {most / 2**30:.2f} GiB are kept"
+    return f"weights and batch take {numbers.size(size)}, and at most {numbers.size(most)} are kept"
 
 
 def _record(folder: Path, failed: FailedStep, model: nn.Module, without: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -54,12 +54,32 @@ def abbreviated(number: Any) -> str:
     return f"{number:.0f}"
 
 
+def number(value: float) -> str:
+    """Format a number for a sentence: 71,204 and 3.4e+38."""
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def several(number: int, word: str) -> str:
+    """Format a count with its noun: 1 epoch, 2 epochs."""
+    return f"{number:,} {many(number, word)}"
+
+
+def many(number: int, word: str) -> str:
+    """Return the noun, in the plural unless the number is 1."""
+    return word if number == 1 else f"{word}s"
+
+
+def shape(sides: Iterable[int]) -> str:
+    """Format the shape of a tensor: 3×224×224."""
+    return "×".join(map(str, sides)) or "one number"
+
+
 def size(number: Any) -> str:
     """Format a number of bytes with its binary unit."""
     number = to_float(number)
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if number >= unit:
-            return f"{number / unit:.1f} {name}" if number < 100 * unit else f"{number / unit:.0f} {name}"
+            return f"{number / unit:.2f} {name}" if number < 100 * unit else f"{number / unit:.0f} {name}"
     return f"{number:.0f} B"
 
 
@@ -69,7 +89,7 @@ def share(number: Any) -> str:
     if not math.isfinite(percent):
         return "? %"
     if 99.0 <= percent < 100.0 or 0.0 < percent < 1.0:
-        return f"{math.floor(percent * 10) / 10:.1f} %" if percent > 1.0 else f"{max(percent, 0.1):.1f} %"
+        return f"{min(max(percent, 0.1), 99.9):.1f} %"
     return f"{percent:.0f} %"
 
 
@@ -93,12 +113,12 @@ def clock(seconds: Any) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """Format a duration with units: 4.2 s, 3 min 20 s, 5 h 12 min."""
+    """Format a duration with units: 35 ms, 4.2 s, 3 min 20 s, 5 h 12 min."""
     seconds = to_float(seconds)
     if not math.isfinite(seconds):
         return "?"
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours} h {minute:02d} min" if hours else f"{minutes} min {second:02d} s"
