@@ -54,6 +54,8 @@ NO_STEP = 82
 """No step within the time that a measurement was given: more time, or a smaller batch, may be enough."""
 INTERRUPTED = 130
 """Ctrl-C, as shells report it: 128 and the number of SIGINT."""
+RUN_FINISHED = "run-finished"
+"""The id of the error for a run that is finished already, with the settings that were asked for."""
 
 
 class HalfstepError(Exception):

@@ -235,7 +235,6 @@ def test_what_is_asked_of_a_finished_run_is_answered_with_what_to_type(tmp_path:
     assert "--extend to go on to 25 epochs, with --rewarm" in longer.do
     shorter = refusal(tmp_path, train__epochs=2)
     assert "--extend" not in shorter.do
-    assert "--extend --epochs 6" in refusal(tmp_path).do
     assert "adds 2 epochs" in refusal(tmp_path, extend=True, train__epochs=2).do
     assert "--extend --epochs 6" in refusal(tmp_path, extend=True).do
     assert "--extend --steps 20 adds one epoch" in refusal(tmp_path, extend=True, train__steps=9).do
@@ -245,6 +244,14 @@ def test_what_is_asked_of_a_finished_run_is_answered_with_what_to_type(tmp_path:
     assert "train.epochs" not in other.given
     assert (tmp_path / "run" / "result.json").read_bytes() == before
     assert len(steps(tmp_path)) == 16, "a refused extension leaves the run as it was"
+
+
+def test_an_extension_that_is_asked_for_again_returns_the_run(tmp_path: Path) -> None:
+    fit(tmp_path)
+    longer = fit(tmp_path, extend=True, train__epochs=6)
+    assert longer.steps == 24
+    assert fit(tmp_path, extend=True, train__epochs=6) == longer
+    assert len(steps(tmp_path)) == 24
 
 
 @pytest.mark.wording

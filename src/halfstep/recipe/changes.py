@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from halfstep.errors import FolderTaken, StateMismatch
+from halfstep.errors import RUN_FINISHED, FolderTaken, StateMismatch
 from halfstep.recipe.schema import Extension
 from halfstep.recipe.strict_yaml import flat
 
@@ -238,6 +238,7 @@ def _nothing_added(before: SavedRun) -> FolderTaken:
         f"--extend, and the run is finished with its {in_words(before.length)}: nothing is added to it",
         allowed="the whole length that it is to have, longer than before",
         do=f"{to_go_on(before)}, for example",
+        id=RUN_FINISHED if before.extensions else "",  # the extension that is asked for again
     )
 
 

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.errors import BadData, FolderTaken, HalfstepError, Unsafe, WrongUse
+from halfstep.errors import RUN_FINISHED, BadData, FolderTaken, HalfstepError, Unsafe, WrongUse
 from halfstep.files import draft_of, read_json, write_text
 from halfstep.journal.jsonl import is_earlier_part
 from halfstep.ownership import LOCK, Holder, Ownership, check_ownership, is_alive, read_holder
@@ -325,6 +325,11 @@ def recipe_in(folder: Path) -> Path:
     return folder / RECIPE
 
 
+def run_dir(recipe: Any, label: str) -> Path:
+    """Return the folder that a recipe names, or else the one of its label."""
+    return Path(recipe.run.dir or Path("runs", label))
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """A locked folder of a run, and what was found in it."""
@@ -355,7 +360,7 @@ def open_run(
     `drawn` had no explicit value: the run keeps its own. With `EXTEND` in `accepted`, a finished run goes on up to the
     recipe's length. Raises FolderTaken, StateMismatch or Unsafe where the folder cannot be used.
     """
-    wanted = Path(recipe.run.dir or Path("runs", label))
+    wanted = run_dir(recipe, label)
     try:
         if EXTEND in accepted and _written(wanted) is None:
             raise _nothing_to_extend(wanted)
@@ -373,7 +378,7 @@ def open_run(
 
 def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted: Collection[str] = ()) -> State:
     """Raise what `open_run` would raise, without changing a run; for commands that have yet to import torch."""
-    path = Path(recipe.run.dir or Path("runs", label))
+    path = run_dir(recipe, label)
     try:
         if not path.exists():
             _refuse_long(path)
@@ -540,6 +545,7 @@ def _finished(path: Path, changed: list[Change], recipe: Any, before: SavedRun) 
         f"{path} holds this run, finished",
         allowed="one run a folder",
         do=f"halfstep evaluate {path}, or {to_go_on(before)} to train on, or {ANOTHER}",
+        id=RUN_FINISHED,
     )
 
 
