@@ -6,17 +6,19 @@ says why.
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
-from typing import TYPE_CHECKING, Any
+# With underscores: completion by reading the source offers every other name of this file.
+import importlib as _importlib
+import importlib.util as _importlib_util
+import typing as _typing
+import warnings as _warnings
 
 from halfstep._version import __version__ as __version__
 
-if importlib.util.find_spec("numpy") is None:
+if _importlib_util.find_spec("numpy") is None:
     # torch reports this when it is imported; the core needs no NumPy.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    _warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from halfstep.adapters.accelerate import from_accelerate as from_accelerate
     from halfstep.adapters.grad_scaler import GradScaler as GradScaler
     from halfstep.doctor.report import doctor as doctor
@@ -94,11 +96,11 @@ _HOMES = {
 __all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(f"halfstep.{_HOMES[name]}"), name)
+        return getattr(_importlib.import_module(f"halfstep.{_HOMES[name]}"), name)
     except ImportError as error:
         from halfstep.errors import missing_extra
 

@@ -36,7 +36,8 @@ Every message has three parts: what was given, what is allowed, and what to do n
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 USAGE, DATA, SOFTWARE, CANNOT_CREATE, STORAGE, TRY_AGAIN, REFUSED, CONFIGURATION = 64, 65, 70, 73, 74, 75, 77, 78
@@ -54,6 +55,42 @@ NO_STEP = 82
 """No step within the time that a measurement was given: more time, or a smaller batch, may be enough."""
 INTERRUPTED = 130
 """Ctrl-C, as shells report it: 128 and the number of SIGINT."""
+RUN_FINISHED = "run-finished"
+"""The id of the error for a run that is finished already, with the settings that were asked for."""
+
+_for_commands = False
+
+
+@contextmanager
+def advice_for_commands() -> Iterator[None]:
+    """Word the advice of errors that are made in the block for the command line; elsewhere it is worded for Python."""
+    # Not a context variable: threads of the command, such as that of the checkpoints, word theirs alike.
+    global _for_commands
+    before, _for_commands = _for_commands, True
+    try:
+        yield
+    finally:
+        _for_commands = before
+
+
+def advice(command: str, python: str) -> str:
+    """Return the text for who made the call: `command` for the command line, else `python`."""
+    return command if _for_commands else python
+
+
+def option(name: str) -> str:
+    """Return an option as the caller gives it: `--new` or `new=True`."""
+    return advice(f"--{name.replace('_', '-')}", f"{name}=True")
+
+
+def add_option(name: str) -> str:
+    """Return the advice to launch the run with an option: `add --new` or `call fit(..., new=True)`."""
+    return advice(f"add {option(name)}", f"call fit(..., {option(name)})")
+
+
+def begin_again() -> str:
+    """Return the advice to leave a run that cannot go on."""
+    return f"{add_option('new')} to begin again in a folder of its own"
 
 
 class HalfstepError(Exception):

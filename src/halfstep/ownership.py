@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import CANNOT_CREATE, STORAGE, FolderLost
+from halfstep.errors import CANNOT_CREATE, STORAGE, FolderLost, add_option
 
 LOCK = ".lock"
 LONGEST = 4096
@@ -234,7 +234,7 @@ def _taken(folder: Path, holder: Holder | None) -> FolderLost:
     return FolderLost(
         f"{folder} is no longer this run's folder: {by}. Nothing more was written to it",
         allowed="one run a folder, which is left alone until the run ends",
-        do="add --new, or give run.dir=FOLDER, to train in a separate folder",
+        do=f"{add_option('new')}, or give run.dir=FOLDER, to train in a separate folder",
         exit_code=CANNOT_CREATE,
     )
 

@@ -63,7 +63,18 @@ def _now(title: str, doing: str) -> None:
         clear()
 
 
+def in_notebook() -> bool:
+    """Return whether output goes to a notebook's cell, which appends what a terminal draws over.
+
+    IPython runs `!command` in a pseudo-terminal; the command inherits the variables of the kernel.
+    """
+    inline = os.environ.get("MPLBACKEND", "").startswith("module://matplotlib_inline")
+    return inline or "JPY_PARENT_PID" in os.environ
+
+
 def _moves() -> bool:
+    if in_notebook():
+        return False
     # TERM=dumb means that the terminal does not interpret the codes that erase a line.
     return _speaks() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.segment import Segment
 
 from halfstep.printable import printable
-from halfstep.status_line import OnProgress, clear
+from halfstep.status_line import OnProgress, clear, in_notebook
 
 
 class Screen(Console):
@@ -37,6 +37,9 @@ class Screen(Console):
 
 def screen(**options: Any) -> Screen:
     """Return a console for stdout, or for stderr with `stderr=True`; pass styles as Text, not inside strings."""
+    if in_notebook():
+        # Jupyter sets FORCE_COLOR, by which rich takes a pipe for a terminal, too.
+        options = {"force_terminal": False, **options}
     return Screen(highlight=False, markup=False, emoji=False, **options)
 
 

@@ -19,6 +19,8 @@ from halfstep.journal.events import Event
 from halfstep.journal.latest import Latest
 from halfstep.journal.listeners import console_listener
 from halfstep.journal.plain import Plain
+from halfstep.status_line import clear, tell
+from halfstep.terminal import progress, screen
 from tests.journal.screen import Screen
 from tests.journal.told import speed, start, step, whole_run
 
@@ -217,6 +219,30 @@ def test_where_there_is_no_terminal_lines_are_plain(monkeypatch: pytest.MonkeyPa
     assert isinstance(console_listener(terminal()[0]), LiveConsole)
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(console_listener(Console(file=io.StringIO(), force_terminal=True)), Plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("JPY_PARENT_PID", "1"), ("MPLBACKEND", "module://matplotlib_inline.backend_inline")]
+)
+def test_a_command_of_a_notebook_cell_draws_nothing_over_its_lines(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as pseudo_terminal:
+        for one in ("JPY_PARENT_PID", "MPLBACKEND"):
+            monkeypatch.delenv(one, raising=False)
+        monkeypatch.setenv("TERM", "xterm-color")
+        monkeypatch.setenv("FORCE_COLOR", "1")  # as a kernel sets them
+        monkeypatch.setattr(sys, "stderr", pseudo_terminal)
+        assert isinstance(console_listener(screen(file=pseudo_terminal)), LiveConsole)
+        monkeypatch.setenv(name, value)
+        assert isinstance(console_listener(screen(file=pseudo_terminal)), Plain)
+        tell("reading the recipe")
+        with progress("getting ready", "samples") as on_progress:
+            on_progress(1, 2)
+        clear()
+    assert os.read(ours, 1000) == b"reading the recipe\r\n"
+    os.close(ours)
 
 
 def test_in_a_notebook_lines_are_plain() -> None:

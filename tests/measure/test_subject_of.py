@@ -92,4 +92,9 @@ def test_plan_prints_its_verdict() -> None:
 
 def test_only_public_names_are_listed() -> None:
     assert set(dir(halfstep)) == {*halfstep.__all__, "__version__"}
+    # Completion that reads the module in place of asking it finds no name of another library either.
+    foreign = [
+        name for name, value in vars(halfstep).items() if "halfstep" not in getattr(value, "__name__", "halfstep")
+    ]
+    assert [name for name in foreign if not name.startswith("_")] == []
     assert len(str(halfstep.choose_precision("fp32"))) < 200

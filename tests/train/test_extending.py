@@ -232,13 +232,15 @@ def test_what_is_asked_of_a_finished_run_is_answered_with_what_to_type(tmp_path:
     before = (tmp_path / "run" / "result.json").read_bytes()
     longer = refusal(tmp_path, train__epochs=25)
     assert "finished after 4 epochs; 25 epochs are asked for" in longer.given
-    assert "--extend to go on to 25 epochs, with --rewarm" in longer.do
+    assert "fit(..., extend=True) to go on to 25 epochs, with rewarm=True" in longer.do
     shorter = refusal(tmp_path, train__epochs=2)
-    assert "--extend" not in shorter.do
-    assert "--extend --epochs 6" in refusal(tmp_path).do
+    assert "extend" not in shorter.do
     assert "adds 2 epochs" in refusal(tmp_path, extend=True, train__epochs=2).do
-    assert "--extend --epochs 6" in refusal(tmp_path, extend=True).do
-    assert "--extend --steps 20 adds one epoch" in refusal(tmp_path, extend=True, train__steps=9).do
+    assert 'fit(..., extend=True, settings={"train.epochs": 6})' in refusal(tmp_path, extend=True).do
+    assert (
+        'fit(..., extend=True, settings={"train.steps": 20}) adds one epoch'
+        in refusal(tmp_path, extend=True, train__steps=9).do
+    )
     other = refusal(tmp_path, extend=True, train__epochs=6, optimizer__lr=0.5)
     assert isinstance(other, StateMismatch)
     assert "optimizer.lr: 0.05 -> 0.5" in other.given
@@ -247,14 +249,22 @@ def test_what_is_asked_of_a_finished_run_is_answered_with_what_to_type(tmp_path:
     assert len(steps(tmp_path)) == 16, "a refused extension leaves the run as it was"
 
 
+def test_an_extension_that_is_asked_for_again_returns_the_run(tmp_path: Path) -> None:
+    fit(tmp_path)
+    longer = fit(tmp_path, extend=True, train__epochs=6)
+    assert longer.steps == 24
+    assert fit(tmp_path, extend=True, train__epochs=6) == longer
+    assert len(steps(tmp_path)) == 24
+
+
 @pytest.mark.wording
 def test_flags_that_have_no_meaning_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FolderTaken, match="there is no run"):
         fit(tmp_path, extend=True, train__epochs=6)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(Contradiction, match="--rewarm without --extend"):
+    with pytest.raises(Contradiction, match="rewarm=True without extend=True"):
         fit(tmp_path, rewarm=True)
-    with pytest.raises(Contradiction, match="--new together"):
+    with pytest.raises(Contradiction, match="new=True together"):
         halfstep.fit(tmp_path / "tiny.yaml", task=Tiny, new=True, extend=True)
 
 
@@ -279,7 +289,7 @@ def extend_on(rank: int, folder: str) -> dict[str, Any]:
 @pytest.mark.ranks
 def test_two_processes_extend_a_run_together(on_ranks: Ranks, tmp_path: Path) -> None:
     found = on_ranks(extend_on, str(tmp_path))
-    assert all("--extend" in one["refused"] for one in found)
+    assert all("extend=True" in one["refused"] for one in found)
     assert len(steps(tmp_path)) == 24
     assert steps(tmp_path) == steps(tmp_path / "whole")
     assert result(tmp_path) == result(tmp_path / "whole")

@@ -229,16 +229,18 @@ def test_an_interrupted_run_says_so_and_is_not_finished(recipe: Path) -> None:
 
 
 @pytest.mark.wording
-def test_a_finished_folder_is_refused_and_new_numbers_another(recipe: Path) -> None:
+def test_a_finished_run_is_returned_and_another_recipe_is_refused(recipe: Path) -> None:
     first = fit(recipe)
     before = (first.dir / "last.safetensors").read_bytes()
-    with pytest.raises(FolderTaken, match="finished"):
-        fit(recipe)
+    assert fit(recipe) == first
     with pytest.raises(FolderTaken, match=r"optimizer\.lr: 0\.05 -> 0\.5"):
         fit(recipe, optimizer__lr=0.5)
     second = halfstep.fit(recipe, task=Tiny, settings={"run.dir": str(first.dir)}, new=True, quiet=True)
     assert second.dir.name == "run-2"
     assert (first.dir / "last.safetensors").read_bytes() == before
+    (first.dir / "result.json").write_text("{}")
+    with pytest.raises(FolderTaken, match="finished"):
+        fit(recipe)
 
 
 def test_a_task_may_be_given_as_an_object(recipe: Path) -> None:

@@ -76,7 +76,7 @@ def test_an_unfinished_run_and_a_finished_one_are_told_apart() -> None:
     said = refusal(resolved())
     assert "finished" in said
     assert "halfstep evaluate runs/mine" in said
-    assert "--new" in said
+    assert "fit(..., new=True)" in said
 
 
 def test_a_run_keeps_the_seed_that_it_drew_and_a_given_one_is_another_recipe() -> None:
@@ -98,7 +98,7 @@ def test_another_recipe_is_refused_with_the_difference_or_accepted() -> None:
     assert "train.batch_size" not in said
     assert "train.compile: false -> true" in said
     assert "run.dir" not in said
-    assert "--accept-recipe-change" in said
+    assert "fit(..., accept_recipe_change=True)" in said
     assert (path / RECIPE).read_bytes() == before
     taken = opened(other, accepted=("recipe",))
     assert taken.changed == [Change("train.compile", False, True)]

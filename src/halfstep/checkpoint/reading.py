@@ -30,7 +30,7 @@ from halfstep.checkpoint.sealed import (
     state_of,
     tensors_of,
 )
-from halfstep.errors import BadData, HalfstepError, NoCheckpoint, OtherForm, StorageFailed
+from halfstep.errors import BadData, HalfstepError, NoCheckpoint, OtherForm, StorageFailed, begin_again
 from halfstep.files import LARGEST_JSON, strict_json
 
 MOST_STRANGERS = 1000
@@ -119,7 +119,7 @@ def none_intact(folder: Path, lines: list[str]) -> NoCheckpoint:
     return NoCheckpoint(
         "\n    ".join([f"{folder} held checkpoints, and none of them is whole:", *shown]),
         allowed="at least one checkpoint as it was written; a run is never begun anew in silence",
-        do="bring back the folder from a copy, or add --new to begin again in a folder of its own",
+        do=f"bring back the folder from a copy, or {begin_again()}",
     )
 
 

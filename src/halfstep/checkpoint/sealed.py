@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from halfstep.checkpoint.chunks import ChunkedTensor, as_json, from_json
 from halfstep.checkpoint.paths import CheckpointDir, Disk
-from halfstep.errors import Unsafe, same_form
+from halfstep.errors import Unsafe, begin_again, same_form
 from halfstep.files import LARGEST_JSON, strict_json
 from halfstep.ownership import token_of
 
@@ -253,7 +253,6 @@ _NAME = re.compile(r"rank-[0-9]{5}\.(safetensors|json)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _OPEN = "0" * 64
 """The placeholder of the seal while the seal is computed."""
-_FOR_EARLIER = "use the version that wrote it, or add --new to begin again in a folder of its own"
 _KEYS = {"attempt", "chunks", "environment", "files", "format", "seal", "world_size"}
 
 
@@ -330,7 +329,9 @@ def read_manifest(generation: CheckpointDir) -> Manifest:
     if not is_sealed(text, content.get("seal")):
         raise ValueError("changed since it was written")
     if content["format"] >= 1:
-        same_form(generation.path, FORMAT, content["format"], for_earlier=_FOR_EARLIER)
+        same_form(
+            generation.path, FORMAT, content["format"], for_earlier=f"use the version that wrote it, or {begin_again()}"
+        )
     manifest = _checked(content)
     # The folder's name is not sealed. A renamed folder would otherwise resume at the wrong step.
     if manifest.attempt != generation.attempt:

@@ -29,6 +29,7 @@ from halfstep.errors import (
     USAGE,
     HalfstepError,
     WrongLaunch,
+    advice_for_commands,
     mismatched_extra,
     missing_extra,
 )
@@ -58,7 +59,8 @@ class Commands(HelpWithoutValue, TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command; print errors that explain themselves, and exit with their code."""
         try:
-            return super().invoke(ctx)
+            with advice_for_commands():
+                return super().invoke(ctx)
         except _WrongWords as error:
             # The message may contain a file name that a shell glob inserted, with control characters in it.
             error.message = in_line(error.message)

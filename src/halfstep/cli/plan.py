@@ -22,6 +22,7 @@ from halfstep.cli._options import (
 )
 from halfstep.errors import INTERRUPTED, FolderTaken, WrongUse
 from halfstep.json_data import json_data
+from halfstep.status_line import in_notebook
 from halfstep.terminal import progress, screen
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _offer(given: Subject, found: Plan, file: Path, *, yes: bool, asks: bool) ->
 
 def has_terminal() -> bool:
     """Return whether the user can be asked."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
+    return sys.stdin.isatty() and sys.stdout.isatty() and not in_notebook()
 
 
 def _text(given: Subject, found: Plan) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from halfstep.errors import BadData, FolderLost, StateMismatch, same_form
+from halfstep.errors import BadData, FolderLost, StateMismatch, add_option, same_form
 from halfstep.files import LARGEST_JSON
 from halfstep.journal.events import FORMAT, NOTE, START, Event, to_write
 from halfstep.ownership import check_ownership, owner_of
@@ -419,7 +419,7 @@ def check_start_format(event: Event, path: Path) -> None:
     # The first form did not name itself. A start that has neither the name nor a field of the first form is damaged.
     form = event.get("format", 1 if "repeats" in event else FORMAT)
     if event["event"] == START and type(form) is int and form >= 1:
-        same_form(path, FORMAT, form, for_earlier="use the version that wrote it, or add --new")
+        same_form(path, FORMAT, form, for_earlier=f"use the version that wrote it, or {add_option('new')}")
 
 
 def read_event(line: bytes) -> Event | None:

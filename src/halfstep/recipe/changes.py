@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from halfstep.errors import FolderTaken, StateMismatch
+from halfstep.errors import RUN_FINISHED, FolderTaken, StateMismatch, add_option, advice, begin_again, option
 from halfstep.numbers import several
 from halfstep.recipe.schema import Extension
 from halfstep.recipe.strict_yaml import flat
@@ -93,13 +93,13 @@ def recipe_changed(what: str, found: Sequence[Change]) -> StateMismatch:
         return StateMismatch(
             listed(f"{what} was begun on another data folder:", found),
             allowed="the data that the run was begun with",
-            do="give the folder that it was begun with, or add --new to train on this one in a run of its own",
+            do=f"give the folder that it was begun with, or {add_option('new')} to train on this one",
             id="data-folder-changed",
         )
     return StateMismatch(
         listed(f"{what} was begun with another recipe:", found),
         allowed="the recipe that the run was begun with",
-        do="add --accept-recipe-change to go on with the new one, or --new for a folder of its own",
+        do=f"{add_option('accept_recipe_change')} to go on with the new one, or {option('new')} for a separate folder",
         id="recipe-changed",
     )
 
@@ -154,7 +154,7 @@ class SavedRun:
             raise StateMismatch(
                 "the run's recipe.yaml has schedule.extensions that nothing can be made of",
                 allowed="what halfstep wrote",
-                do="add --new for a folder of its own",
+                do=begin_again(),
             ) from None
 
     def _section(self, name: str) -> Mapping[str, Any]:
@@ -195,8 +195,9 @@ def with_extensions(recipe: Any, extensions: list[Extension]) -> Any:
 
 def to_extend(length: tuple[int | None, int | None], more: int) -> str:
     """Return the options that make a run longer by `more` epochs or steps."""
-    epochs, steps = length
-    return f"--extend --epochs {epochs + more}" if epochs is not None else f"--extend --steps {(steps or 0) + more}"
+    unit, number = ("steps", length[1] or 0) if length[0] is None else ("epochs", length[0])
+    python = f'fit(..., extend=True, settings={{"train.{unit}": {number + more}}})'
+    return advice(f"--extend --{unit} {number + more}", python)
 
 
 def to_go_on(before: SavedRun) -> str:
@@ -228,7 +229,7 @@ def _refuse_shorter(asked: tuple[int | None, int | None], before: SavedRun) -> N
     if is_longer(asked, before.length) is False:
         more = asked[0] or asked[1] or 1
         raise FolderTaken(
-            f"--extend to {in_words(asked)}, and the run has {in_words(before.length)} already",
+            f"{option('extend')} to {in_words(asked)}, and the run has {in_words(before.length)} already",
             allowed="the whole length that the run is to have, with what it has had",
             do=f"{to_extend(before.length, more)} adds {in_words(asked)}",
         )
@@ -236,9 +237,10 @@ def _refuse_shorter(asked: tuple[int | None, int | None], before: SavedRun) -> N
 
 def _nothing_added(before: SavedRun) -> FolderTaken:
     return FolderTaken(
-        f"--extend, and the run is finished with its {in_words(before.length)}: nothing is added to it",
+        f"{option('extend')}, and the run is finished with its {in_words(before.length)}: nothing is added to it",
         allowed="the whole length that it is to have, longer than before",
         do=f"{to_go_on(before)}, for example",
+        id=RUN_FINISHED if before.extensions else "",  # the extension that is asked for again
     )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from halfstep import distributed
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.errors import HUNG, BadRecipe, FolderLost, RankFailed
+from halfstep.errors import HUNG, RUN_FINISHED, BadRecipe, FolderLost, HalfstepError, RankFailed
 from halfstep.host_memory import nothing_collected
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import listeners
@@ -30,15 +30,15 @@ from halfstep.runs.registry import task_class
 from halfstep.runs.resolve import Settings, accepted_changes, in_short, resolved_recipe
 from halfstep.status_files import rank_of_file
 from halfstep.status_line import Now, OnProgress, unwatched
-from halfstep.terminal import progress, screen
+from halfstep.terminal import progress, say, screen
 from halfstep.train.checkpointing import check_writing
 from halfstep.train.give_up import fit_command
 from halfstep.train.lost_ranks import LostRanks, lost_ranks_named
 from halfstep.train.microbatches import division_notes, for_ranks
 from halfstep.train.process_group import rng_preserved, together
 from halfstep.train.resume import Resumed, find, resume_from
-from halfstep.train.run import Run, make_loop, train
-from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, State, keep_recipe, open_run, unfinish
+from halfstep.train.run import Run, finished_run, make_loop, train
+from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, State, keep_recipe, open_run, run_dir, unfinish
 from halfstep.train.signals import Stopping
 from halfstep.train.status import Launch, RankStatus, begin, may_be_restarted, restart_count, status_saved
 from halfstep.train.task import Task, no_progress
@@ -62,6 +62,8 @@ def fit(
 ) -> Run:
     """Train a recipe and return the finished run; resume it where it was interrupted.
 
+    A run that is finished already with these settings is returned as it is.
+
     `recipe` is a name, a path, or a dict with the content of a recipe file. `task` is a task of your own, `settings`
     overrides the recipe, `new` starts in a new numbered folder, `quiet` writes to the run's folder only. A resumed run
     keeps its data and recipe unless a change is accepted. With `extend` a finished run continues to the length in
@@ -71,7 +73,15 @@ def fit(
     accepted = accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
     found = recipe_of(recipe) if isinstance(recipe, Mapping) else read_recipe(str(recipe))
     resolved = resolved_recipe(found, _with_precision(settings, precision), schema=_schema(task))
-    return launch(resolved, task=task, new=new, quiet=quiet, command=fit_command(recipe), accepted=accepted)
+    try:
+        return launch(resolved, task=task, new=new, quiet=quiet, command=fit_command(recipe), accepted=accepted)
+    except HalfstepError as error:
+        finished = finished_run(run_dir(resolved.recipe, resolved.label)) if error.id == RUN_FINISHED else None
+        if finished is None:
+            raise
+    if not quiet and distributed.rank() == 0:
+        say(f"{finished.dir} holds this run, finished: nothing was trained; fit(..., new=True) trains it again")
+    return finished
 
 
 def launch(

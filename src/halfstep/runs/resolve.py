@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.data.layout import SEGMENTATION, data_place, find_layout
-from halfstep.errors import BadData, BadRecipe, Contradiction, HalfstepError, WrongUse, missing_extra
+from halfstep.errors import (
+    BadData,
+    BadRecipe,
+    Contradiction,
+    HalfstepError,
+    WrongUse,
+    add_option,
+    missing_extra,
+    option,
+)
 from halfstep.launch_variables import launched_rank
 from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM
 from halfstep.recipe.fields import fields_of
@@ -160,9 +169,15 @@ def accepted_changes(new: bool, data: bool, recipe: bool, extend: bool, rewarm: 
     Raise `Contradiction` for `--rewarm` without `--extend`, and for `--new` with `--extend`.
     """
     if rewarm and not extend:
-        raise Contradiction("--rewarm without --extend", allowed="--extend --rewarm", do="add --extend --epochs N")
+        raise Contradiction(
+            f"{option('rewarm')} without {option('extend')}",
+            allowed="both",
+            do=f"{add_option('extend')}, with a longer run",
+        )
     if new and extend:
-        raise Contradiction("--new together with --extend", allowed="one of them", do="leave --new out")
+        raise Contradiction(
+            f"{option('new')} together with {option('extend')}", allowed="one of them", do=f"leave {option('new')} out"
+        )
     asked = {DATA: data, RECIPE: recipe, EXTEND: extend, REWARM: rewarm}
     return [name for name, given in asked.items() if given]
 

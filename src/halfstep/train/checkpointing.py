@@ -23,6 +23,7 @@ from halfstep.errors import (
     Stopped,
     StorageFailed,
     WeightsNotFinite,
+    add_option,
 )
 from halfstep.files import write_text
 from halfstep.journal import events
@@ -111,7 +112,7 @@ def _claim(folder: Path, launch: str) -> None:
             raise FolderTaken(
                 f"{folder / LOCK} is not the lock of this launch here: another one has taken the folder",
                 allowed="one launch a folder",
-                do="stop the other one, or add --new for a folder of its own",
+                do=f"stop the other one, or {add_option('new')} for a folder of its own",
             )
         time.sleep(0.05)
     check_ownership(folder)
@@ -137,7 +138,7 @@ def diverged(given: str) -> WeightsNotFinite:
     return WeightsNotFinite(
         given,
         allowed="weights that are finite",
-        do="add --new to begin again, with a lower optimizer.lr, or with train.clip_norm",
+        do=f"{add_option('new')} to begin again, with a lower optimizer.lr, or with train.clip_norm",
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
-from halfstep.errors import StateMismatch, same_keys
+from halfstep.errors import StateMismatch, begin_again, same_keys
 from halfstep.step.report import StepReport
 from halfstep.train.evaluation import values
 from halfstep.train.metrics import Metric, Metrics
@@ -208,7 +208,7 @@ def _check(what: str, own: Mapping[str, Mapping[str, object]], saved: Mapping[st
                 raise StateMismatch(
                     f"{what}: {name} was {_form(saved[path][name])}",
                     allowed=f"{_form(value)}, as it is now",
-                    do="measure with the metrics that the run was begun with, or add --new for a run of its own",
+                    do=f"measure with the metrics that the run was begun with, or {begin_again()}",
                 )
 
 

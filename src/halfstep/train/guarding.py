@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from halfstep.errors import BadData, Diverged, same_keys
+from halfstep.errors import BadData, Diverged, begin_again, same_keys
 from halfstep.guard.alarms.spike import REFUSED
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.monitors.monitors import Meters
@@ -56,7 +56,7 @@ def _read(plain: object) -> Remedies:
         raise BadData(
             f"the run holds what no guard placed: {'.'.join(map(str, first['loc']))} {first['msg']}",
             allowed="what halfstep wrote",
-            do="use another checkpoint, or add --new to begin again in a folder of its own",
+            do=f"use another checkpoint, or {begin_again()}",
         ) from error
 
 

@@ -21,12 +21,12 @@ from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk, swe
 from halfstep.checkpoint.reading import Like, newest_intact, none_intact, read_plain, read_tensors
 from halfstep.checkpoint.sealed import Manifest, read_manifest
 from halfstep.data.dataset import derive
-from halfstep.errors import StateMismatch, WrongUse
+from halfstep.errors import StateMismatch, WrongUse, add_option, option
 from halfstep.files import draft_of
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, check_format, last_time, saved_events, sizes, truncate
-from halfstep.recipe.changes import DATA, EXTEND, RECIPE
+from halfstep.recipe.changes import DATA, EXTEND, RECIPE, to_extend
 from halfstep.train.checkpointing import PROBE
 from halfstep.train.environment import AutoChoices, differences, environment, read_generators, seed_all
 from halfstep.train.guarding import remedies_in
@@ -292,9 +292,9 @@ def _extended(loop: Loop, before: Mapping[str, object] | None) -> Extension:
     at, train = loop.progress.attempts, loop.recipe.train
     if at >= loop.planned:
         raise WrongUse(
-            f"--extend to {loop.planned} steps in all, and the run has taken {at} already",
+            f"{option('extend')} to {loop.planned} steps in all, and the run has taken {at} already",
             allowed="the whole length that the run is to have, with what it has had",
-            do=f"--extend --steps {at + loop.train.steps_per_epoch} adds one epoch",
+            do=f"{to_extend((None, at), loop.train.steps_per_epoch)} adds one epoch",
         )
     if before is not None and loop.progress.step_in_epoch < loop.train.steps_per_epoch:
         _keep_best(loop, before.get("best"))
@@ -405,5 +405,5 @@ def _other_global_batch(live: RunObjects, before: int, ranks_before: int) -> Sta
         f"{ranks_before} ranks saved the run with {before} samples a step; {ranks} ranks would take "
         f"{each * train.microbatches}",
         allowed="the same number of samples a step, so that the order of the samples goes on",
-        do=f"add {keeps}" if keeps else f"use a number of ranks that divides {before}, or add --new",
+        do=f"add {keeps}" if keeps else f"use a number of ranks that divides {before}, or {add_option('new')}",
     )

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from halfstep._version import __version__
 from halfstep.checkpoint.commit import LEAVING, Saver
 from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.errors import BadRecipe, Diverged, HalfstepError, RankFailed, RanksDisagree, Stopped
+from halfstep.files import read_json
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.journal.events import Journal
+from halfstep.journal.numbers import to_float
 from halfstep.journal.telemetry import Telemetry
 from halfstep.precision import flags
 from halfstep.recipe.resolve import ChosenSetting
@@ -35,6 +37,7 @@ from halfstep.train.lost_ranks import LostRanks, lost_ranks_named
 from halfstep.train.outputs import RunOutputs
 from halfstep.train.process_group import device_of
 from halfstep.train.resume import Resumed
+from halfstep.train.run_folder import RESULT
 from halfstep.train.setup import AnyRecipe, Parts, prepare, without_weights
 from halfstep.train.signals import Stopping, not_begun
 from halfstep.train.status import job_id, restart_count
@@ -61,6 +64,17 @@ class Run:
     seconds: float
     steps: int
     skipped: dict[str, int] = field(default_factory=dict)
+
+
+def finished_run(folder: Path) -> Run | None:
+    """Return the finished run in `folder` as its result describes it; None where there is no whole result."""
+    found = read_json(folder / RESULT) or {}
+    try:
+        # Strict JSON has words for numbers that are not finite.
+        found["metrics"] = {name: to_float(value) for name, value in found["metrics"].items()}
+        return Run(folder, **{one.name: found[one.name] for one in fields(Run) if one.name != "dir"})
+    except (TypeError, KeyError, AttributeError, ValueError):
+        return None
 
 
 def train(

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.errors import BadData, FolderTaken, HalfstepError, Unsafe, WrongUse
+from halfstep.errors import RUN_FINISHED, BadData, FolderTaken, HalfstepError, Unsafe, WrongUse, add_option, option
 from halfstep.files import draft_of, read_json, write_text
 from halfstep.journal.jsonl import is_earlier_part
 from halfstep.ownership import LOCK, Holder, Ownership, check_ownership, is_alive, read_holder
@@ -54,7 +54,6 @@ from halfstep.status_line import Now, unwatched
 TRIES = 5
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 """Error numbers of a lock that another process holds."""
-OWN = "add --new for a folder of its own"
 """The status file of rank 0, the process that holds the lock."""
 WATCHED, HEARTBEATS, LONGEST_WATCH = 15.0, 3, 300.0
 """Seconds and heartbeats for which the status of a run on another host is watched, whichever is more; and the most."""
@@ -176,7 +175,7 @@ def _in_use(folder: Path, holder: Holder | None) -> FolderTaken:
     elif holder is not None:
         stop = f"stop it (kill {holder.pid}{'' if holder.is_here else f' on {holder.host}'}), "
     return FolderTaken(
-        f"{folder} is in use by {who}", allowed="one process a folder", do=f"wait for it, {stop}or {OWN}"
+        f"{folder} is in use by {who}", allowed="one process a folder", do=f"wait for it, {stop}or {_another_folder()}"
     )
 
 
@@ -307,7 +306,6 @@ FILES = (RECIPE, "journal.jsonl", "train.log")
 FOLDERS = (CHECKPOINTS, "pictures", "tensorboard", "failed_steps", "stacks", "wandb")
 """Folders that a run adds to; other files are replaced."""
 MOST_RUNS = 10_000
-ANOTHER = "add --new for a folder of its own"
 
 State = Literal["new", "unfinished"]
 NEW: State = "new"
@@ -323,6 +321,11 @@ def recipe_in(folder: Path) -> Path:
             do="give the folder that `halfstep train` named, such as runs/segmentation_tiny",
         )
     return folder / RECIPE
+
+
+def run_dir(recipe: Any, label: str) -> Path:
+    """Return the folder that a recipe names, or else the one of its label."""
+    return Path(recipe.run.dir or Path("runs", label))
 
 
 @dataclass(frozen=True)
@@ -355,7 +358,7 @@ def open_run(
     `drawn` had no explicit value: the run keeps its own. With `EXTEND` in `accepted`, a finished run goes on up to the
     recipe's length. Raises FolderTaken, StateMismatch or Unsafe where the folder cannot be used.
     """
-    wanted = Path(recipe.run.dir or Path("runs", label))
+    wanted = run_dir(recipe, label)
     try:
         if EXTEND in accepted and _written(wanted) is None:
             raise _nothing_to_extend(wanted)
@@ -373,7 +376,7 @@ def open_run(
 
 def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted: Collection[str] = ()) -> State:
     """Raise what `open_run` would raise, without changing a run; for commands that have yet to import torch."""
-    path = Path(recipe.run.dir or Path("runs", label))
+    path = run_dir(recipe, label)
     try:
         if not path.exists():
             _refuse_long(path)
@@ -482,7 +485,9 @@ def _refuse_foreign(path: Path) -> None:
     """Raise FolderTaken for a folder with foreign files; not even a lock is created in it."""
     if _written(path) is None and not all(_is_leftover(entry) for entry in path.iterdir()):
         raise FolderTaken(
-            f"{path} holds files, and no {RECIPE} that can be read", allowed="an absent or empty folder", do=ANOTHER
+            f"{path} holds files, and no {RECIPE} that can be read",
+            allowed="an absent or empty folder",
+            do=_another_folder(),
         )
 
 
@@ -499,7 +504,7 @@ def _refuse_links(path: Path) -> None:
             raise Unsafe(
                 f"{path / name} is {'a link' if stat.S_ISLNK(mode) else f'no {kind}'}, and the run would write into it",
                 allowed=f"a {kind} of the run's own",
-                do=f"look at what put it there, and move it away; or {ANOTHER}",
+                do=f"look at what put it there, and move it away; or {_another_folder()}",
             )
 
 
@@ -526,7 +531,7 @@ def _finished(path: Path, changed: list[Change], recipe: Any, before: SavedRun) 
         return FolderTaken(
             listed(f"{path} holds a finished run on another data folder:", changed),
             allowed="one run a folder",
-            do=f"give the folder that it was trained on, or {ANOTHER}, to train on this one",
+            do=f"give the folder that it was trained on, or {_another_folder()}, to train on this one",
         )
     if changed and asked != before.length and not drop_keys(changed, LENGTH):
         return _other_length(path, asked, before)
@@ -534,31 +539,39 @@ def _finished(path: Path, changed: list[Change], recipe: Any, before: SavedRun) 
         return FolderTaken(
             listed(f"{path} holds a finished run of another recipe:", changed),
             allowed="one run a folder; a finished one goes on only where it is extended",
-            do=f"{ANOTHER}; `halfstep train {path / RECIPE}` has the settings of the one that is there",
+            do=f"{_another_folder()}; `halfstep train {path / RECIPE}` has the settings of the one that is there",
         )
     return FolderTaken(
         f"{path} holds this run, finished",
         allowed="one run a folder",
-        do=f"halfstep evaluate {path}, or {to_go_on(before)} to train on, or {ANOTHER}",
+        do=f"halfstep evaluate {path}, or {to_go_on(before)} to train on, or {_another_folder()}",
+        id=RUN_FINISHED,
     )
 
 
 def _other_length(path: Path, asked: tuple[int | None, int | None], before: SavedRun) -> FolderTaken:
     given = f"{path} holds this run, finished after {in_words(before.length)}; {in_words(asked)} are asked for now"
     if is_longer(asked, before.length) is False:
-        return FolderTaken(given, allowed="one run a folder; what was trained is not taken back", do=ANOTHER)
+        return FolderTaken(given, allowed="one run a folder; what was trained is not taken back", do=_another_folder())
+    extend = (
+        f"{add_option('extend')} to go on to {in_words(asked)}, with {option('rewarm')} for a new warm-up and decay"
+    )
     return FolderTaken(
         given,
         allowed="a finished run goes on where it is extended",
-        do=f"add --extend to go on to {in_words(asked)}, with --rewarm for a new warm-up and decay; or {ANOTHER}",
+        do=f"{extend}; or {_another_folder()}",
     )
+
+
+def _another_folder() -> str:
+    return f"{add_option('new')} for a folder of its own"
 
 
 def _nothing_to_extend(path: Path) -> FolderTaken:
     return FolderTaken(
-        f"--extend, and there is no run in {path}",
+        f"{option('extend')}, and there is no run in {path}",
         allowed="a run that is there; run.dir=FOLDER names another one",
-        do="leave --extend out to begin it",
+        do=f"leave {option('extend')} out to begin it",
     )
 
 

@@ -20,7 +20,7 @@ from halfstep.checkpoint.commit import RankSnapshot
 from halfstep.checkpoint.packing import pack, unpack
 from halfstep.data.dataset import BadSampleBudget, Samples
 from halfstep.data.fingerprint import Fingerprint, different
-from halfstep.errors import BadData, HalfstepError, StateMismatch, same_keys
+from halfstep.errors import BadData, HalfstepError, StateMismatch, add_option, begin_again, option, same_keys
 from halfstep.precision.island import islands
 from halfstep.recipe.changes import (
     DATA,
@@ -200,21 +200,21 @@ def checked_components(plain: Any, where: str) -> Mapping[str, Any]:
         raise StateMismatch(
             f"{where} {' and '.join(words)}",
             allowed=", ".join(COMPONENTS),
-            do="use another checkpoint, or add --new to begin again in a folder of its own",
+            do=f"use another checkpoint, or {begin_again()}",
         )
     odd = [n for n in COMPONENTS if not isinstance(plain[n], dict) and (n, plain[n]) != NO_EMA]
     if odd:
         raise BadData(
             f"{where} is not the state of a run: {odd[0]} is a {type(plain[odd[0]]).__name__}",
             allowed="what halfstep wrote",
-            do="use another checkpoint, or add --new to begin again in a folder of its own",
+            do=f"use another checkpoint, or {begin_again()}",
         )
     checked: Mapping[str, Any] = plain
     if problem := _recipe_problem(checked["recipe"]):
         raise BadData(
             f"{where} is not the state of a run: {problem}",
             allowed="what halfstep wrote",
-            do="use another checkpoint, or add --new to begin again in a folder of its own",
+            do=f"use another checkpoint, or {begin_again()}",
         )
     return checked
 
@@ -275,7 +275,7 @@ def _refusing_invalid() -> Iterator[None]:
         raise BadData(
             f"the checkpoint holds what is no state of this run: {type(error).__name__} {str(error)[:200]}",
             allowed="what halfstep wrote",
-            do="use another checkpoint, or add --new to begin again in a folder of its own",
+            do=f"use another checkpoint, or {begin_again()}",
         ) from error
 
 
@@ -342,7 +342,7 @@ def _other_data(lines: list[str], moved: list[str]) -> StateMismatch:
     return StateMismatch(
         listed(title, lines),
         allowed="the same samples: position and order in them are part of the run",
-        do=f"{back}, add --accept-data-change to go on with this data, or --new to begin again",
+        do=f"{back}, {add_option('accept_data_change')} to go on with this data, or {option('new')} to begin again",
         id="data-changed",
     )
 
@@ -407,7 +407,7 @@ def _check_precision(now: State, saved: State) -> None:
         raise StateMismatch(
             f"the run was trained in {_in_words(saved.precision)}",
             allowed=f"{_in_words(now.precision)}, as it would be now",
-            do="run it on the device it was begun on, add --accept-recipe-change, or --new for a folder of its own",
+            do=f"run it on the device it was begun on, {add_option('accept_recipe_change')}, or {option('new')}",
         )
 
 
@@ -434,7 +434,7 @@ def _check_weights(live: RunObjects, now: State, saved: State) -> None:
         raise StateMismatch(
             listed("the checkpoint does not fit the model:", lines),
             allowed=f"the model as it was; this one has {len(now.weights['parameters'])} parameters",
-            do="bring the model back, or add --new for a run of its own (model.weights=FILE takes weights that fit)",
+            do=f"bring the model back, or {add_option('new')}; model.weights=FILE takes weights that fit",
         )
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.checkpoint.reading import newest_intact, read_state
-from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe, in_one_line
+from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe, begin_again, in_one_line
 from halfstep.files import read_json
 from halfstep.precision.island import island
 from halfstep.recipe.resolve import validated
@@ -344,7 +344,7 @@ def _from_checkpoint(run: ResumableRun, origin: Mapping[str, Any]) -> Pretrained
         raise StateMismatch(
             f"{place.path} does not hold the autoencoder that {FACTS} describes: {in_one_line(error)[:200]}",
             allowed="the checkpoint and the facts of one run",
-            do="bring both back from a copy, or add --new to begin again in a folder of its own",
+            do=f"bring both back from a copy, or {begin_again()}",
         ) from error
     return PretrainedAutoencoder(module.eval(), origin.get("scale"), str(origin.get("digest")), dict(config or {}))
 
