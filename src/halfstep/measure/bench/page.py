@@ -21,6 +21,7 @@ from halfstep.measure.bench.comparison import BenchMetric, BenchRow, margin_over
 from halfstep.measure.conditions import Conditions, busy
 from halfstep.measure.memory_bars import MemoryUse, memory_bars
 from halfstep.measure.parity import Margin
+from halfstep.numbers import several
 from halfstep.page import (
     Bars,
     Block,
@@ -130,7 +131,7 @@ def bench_page(bench: Bench, files: Sequence[Path] = ()) -> Page:
     """Return the page of a bench, whose result was written to these files."""
     device, count = bench.conditions.get("device", ""), len(bench.seeds)
     blocks = [*_verdicts(bench)]
-    blocks += [Heading("Figures", f"{bench.name} on {device}, {count} {report.many(count, 'seed')}"), _table(bench)]
+    blocks += [Heading("Figures", f"{bench.name} on {device}, {several(count, 'seed')}"), _table(bench)]
     blocks += charts_of(speed_chart(bench), parity_chart(bench), memory_chart(bench), loss_chart(bench))
     footnote = report.footnote(bench.conditions, bench.seeds, bench.metric, raced=bench.raced)
     blocks += [Heading("Conditions"), Paragraph(Span(footnote, "dim"), indent=True)]
