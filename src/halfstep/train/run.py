@@ -23,8 +23,8 @@ from halfstep.files import read_json
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.journal.events import Journal
-from halfstep.journal.numbers import to_float
 from halfstep.journal.telemetry import Telemetry
+from halfstep.numbers import to_float
 from halfstep.precision import flags
 from halfstep.recipe.resolve import ChosenSetting
 from halfstep.status_line import OnProgress
