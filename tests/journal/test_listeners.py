@@ -77,7 +77,7 @@ class Drawings:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         self.now, self.count, self._seconds = 1000.0, 0, seconds
-        monkeypatch.setattr("halfstep.journal.curves.draw_curves", self._draw)
+        monkeypatch.setattr("halfstep.draw.curves.draw_curves", self._draw)
         monkeypatch.setattr(curves.time, "monotonic", lambda: self.now)
 
     def _draw(self, *_: object) -> None:

@@ -19,10 +19,18 @@ from typing import Any
 import pytest
 
 from halfstep.errors import NotBegun
+from halfstep.host_memory import nothing_collected
 from halfstep.train import signals
 from halfstep.train.signals import HEARD, Stopping
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    """A KeyboardInterrupt that meets a callback of the garbage collector is lost."""
+    with nothing_collected():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -137,5 +137,5 @@ def test_a_plan_here_leaves_the_callers_random_numbers_alone() -> None:
     model, loss_fn, batch = cases.linear()
     model.append(nn.Dropout(0.1))
     before = torch.get_rng_state()
-    plan(model, loss_fn, batch, seconds=1, device="cpu")
+    plan(model, loss_fn, batch, seconds=3, device="cpu")
     assert torch.equal(torch.get_rng_state(), before)
