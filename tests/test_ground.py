@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from halfstep import clock, errors, files
+from halfstep.cli.verify import NotExact
+from halfstep.data.sets.downloads import DownloadFailed
 from halfstep.finding import Finding
 
 
@@ -32,6 +34,8 @@ def test_every_error_is_in_the_tree_and_in_its_picture_and_has_an_id() -> None:
         if kind is not errors.HalfstepError:
             assert len(kind.__mro__) > len(errors.HalfstepError.__mro__) + 1, "it is also a builtin error"
     assert len({kind.id for kind in kinds}) == len(kinds)
+    for kind in (DownloadFailed, NotExact):
+        assert kind.id not in {one.id for one in kinds}
 
 
 def test_the_id_of_an_error_is_its_classs_or_its_own_and_survives_pickling() -> None:

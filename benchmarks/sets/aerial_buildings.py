@@ -17,7 +17,8 @@ from pathlib import Path, PurePosixPath
 from PIL import Image, ImageDraw
 
 from benchmarks.sets.packages import PyPI, member_bytes
-from halfstep.data.sets.downloads import OnProgress, OnSample
+from halfstep.data.sets.downloads import OnSample
+from halfstep.status_line import OnProgress
 
 ABOUT = "Aerial photographs of 224 px with masks of buildings; images/ and masks/ (78 MB download)"
 PACKAGE = PyPI(

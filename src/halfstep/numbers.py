@@ -28,8 +28,11 @@ def rate(number: Any) -> str:
     number = to_float(number)
     if not math.isfinite(number) or number == 0.0:
         return value(number) if number else "0"
-    if 1e-3 <= abs(number) < 1e3:
-        return f"{number:.3g}"
+    return f"{number:.3g}" if 1e-3 <= abs(number) < 1e3 else scientific(number)
+
+
+def scientific(number: float) -> str:
+    """Format a finite number as 2.5e-4, without trailing zeros."""
     digits, power = f"{number:.2e}".split("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 

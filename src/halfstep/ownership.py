@@ -106,7 +106,8 @@ def is_alive(pid: int, since: float) -> bool:
         process = psutil.Process(pid)
         # Process ids are reused, and the first process of each container has the id 1: one that started later is
         # another one.
-        return process.status() != psutil.STATUS_ZOMBIE and (not since or process.create_time() < since + CLOCK_ERROR)
+        is_over = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return not is_over and (not since or process.create_time() < since + CLOCK_ERROR)
     except (psutil.NoSuchProcess, OSError, ValueError, OverflowError):
         return False
     except psutil.Error:  # it is another user's

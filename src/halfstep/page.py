@@ -75,7 +75,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Command:
-    """A command to type, or an instruction: in HTML a box of its own."""
+    """A command to type, or an instruction: in HTML a separate box."""
 
     text: str
     lead: str = "  $ "
@@ -230,6 +230,10 @@ class Bar:
     words: str
     pieces: tuple[Piece, ...]
 
+    @property
+    def length(self) -> float:
+        return sum(piece.size for piece in self.pieces)
+
 
 @dataclass(frozen=True)
 class Bars:
@@ -244,6 +248,10 @@ class Bars:
     @property
     def is_empty(self) -> bool:
         return not any(piece.size for bar in self.bars for piece in bar.pieces)
+
+    @property
+    def axis_length(self) -> float:
+        return self.whole or max(bar.length for bar in self.bars) or 1.0
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def test_runs_are_judged_by_the_test_of_bench(tmp_path: Path, finals: tuple[floa
 
 def test_a_difference_that_is_only_rounding_is_said_to_be_none() -> None:
     test = ParityTest("same", 0.005, -3.7e-17, -0.002, 0.002, 3)
-    assert difference(test, BenchMetric("iou", True)) == "difference +0.00 ± 0.20 points"
+    assert difference(test, BenchMetric("iou", True)) == "+0.00 ± 0.20 points"
 
 
 def test_only_the_settings_that_differ_are_listed(tmp_path: Path) -> None:

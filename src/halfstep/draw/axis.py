@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halfstep.numbers import scientific
+
 LOG_FROM = 50.0
 """The ratio of the largest to the smallest number from which a logarithmic axis is used."""
 SMALLEST = 1e-300
@@ -25,7 +27,7 @@ class Axis:
 
     @classmethod
     def fitting(cls, values: Sequence[float], scale: str = "linear") -> Axis:
-        """Return the axis on which these finite numbers can be told apart; `scale` as in `Curves`."""
+        """Return the axis on which these finite numbers are distinguishable; `scale` as in `Curves`."""
         low, high = min(values), max(values)
         if low > SMALLEST and (scale == "log2" or (scale == "auto" and high / low > LOG_FROM)):
             return cls._logarithmic(low, high, 2.0 if scale == "log2" else 10.0)
@@ -83,5 +85,4 @@ def tick_text(value: float, span: float | None = None) -> str:
             return f"{value / unit:.3g}{letter}"
     if 1e-4 <= size < 1e3:
         return f"{value:.3g}" if span is None or span > size * 1e-2 else f"{value:.5g}"
-    digits, power = f"{value:.2e}".split("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    return scientific(value)

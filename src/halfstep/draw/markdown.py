@@ -25,6 +25,7 @@ from halfstep.page import (
     Span,
     Table,
     Text,
+    plain,
     spans_of,
 )  # fmt: skip
 from halfstep.printable import in_line
@@ -122,9 +123,7 @@ class _Writer:
                 rows = [[_text(cell) for cell in row] for row in block.rows if row]
                 return _table(heads, rows, [column.align for column in block.columns])
             case Box():
-                return "\n\n".join(
-                    [f"**{escaped(''.join(s.text for s in spans_of(block.title)))}**", *self.blocks(block.blocks)]
-                )
+                return "\n\n".join([f"**{escaped(plain(block.title))}**", *self.blocks(block.blocks)])
             case Details():
                 inside = "\n\n".join(self.blocks(block.blocks))
                 return f"<details><summary>{escaped(block.summary)}</summary>\n\n{inside}\n\n</details>"

@@ -1,4 +1,4 @@
-"""Draw charts as SVG: in an HTML figure, or as a file of its own.
+"""Draw charts as SVG: in an HTML figure, or as a separate file.
 
 Curves have a fixed size that suits a phone; on a wide screen charts stand next to each other instead of growing. Bars,
 intervals and trees are laid out in percent of the width, and their text keeps its size.
@@ -196,8 +196,7 @@ def _hovers(points: list[Points], across: Axis, chart: Curves) -> Iterator[str]:
 
 
 def _bars(chart: Bars) -> Figure:
-    most = chart.whole or max(sum(piece.size for piece in bar.pieces) for bar in chart.bars) or 1.0
-    rows = []
+    rows, most = [], chart.axis_length
     for bar in chart.bars:
         inside, left = [], 0.0
         for piece in bar.pieces:

@@ -148,10 +148,9 @@ def _fill(found: RichTable, table: Table, places: Sequence[int]) -> None:
 def _show_bars(console: Console, block: Charts, indent: int) -> None:
     for chart in block.charts if block.terminal else ():
         if isinstance(chart, Bars):
-            most = chart.whole or max(sum(piece.size for piece in bar.pieces) for bar in chart.bars) or 1.0
+            most = chart.axis_length
             rows = tuple(
-                (bar.name, bar.words, Span("#" * round(sum(piece.size for piece in bar.pieces) / most * _BAR), "note"))
-                for bar in chart.bars
+                (bar.name, bar.words, Span("#" * round(bar.length / most * _BAR), "note")) for bar in chart.bars
             )
             columns = (Column(wrap="never"), Column(align="right", wrap="never"), Column(wrap="never"))
             _print(console, _grid(Table(columns, rows)), indent)

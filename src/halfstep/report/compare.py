@@ -12,7 +12,6 @@ from halfstep.page import (
     Block,
     Column,
     Heading,
-    Interval,
     Intervals,
     Items,
     Page,
@@ -197,8 +196,8 @@ def _alike(arms: list[list[Any]], named: list[tuple[str, RunFacts]]) -> str:
 
 def _tested(arms: Arms, first: RunFacts, notes: list[str]) -> Judgement:
     from halfstep.measure.bench.comparison import BenchMetric, margin_over, rows_of
-    from halfstep.measure.bench.page import TONES
-    from halfstep.measure.bench.report import POINTS, difference, margin_said, sentence
+    from halfstep.measure.bench.page import parity_intervals
+    from halfstep.measure.bench.report import margin_said, sentence
 
     metric = BenchMetric(first.metric, first.higher_is_better)
     base, *_ = arms
@@ -207,18 +206,7 @@ def _tested(arms: Arms, first: RunFacts, notes: list[str]) -> Judgement:
     margin = margin_over(arms[base], metric)
     shared = len({one.seed for one in arms[base]})
     verdicts = [f"against {base}, {sentence(row, metric, shared)}" for row in rows]
-    points = metric.higher_is_better
-    scale = POINTS if points else 1.0
-    laid = [
-        Interval(row.name, difference(t, metric).removeprefix("difference "), t.verdict, TONES[t.verdict],
-                 *(number(end) * scale for end in (t.low, t.difference, t.high)))
-        for row in rows
-        if (t := row.parity) is not None
-    ]  # fmt: skip
-    unit = f"{'points' if points else metric.name}, better to the right"
-    legend = "dot: mean, line: its 90 % interval"
-    title = "Difference with its 90 % interval"
-    drawing = Intervals(title, tuple(laid), unit, 0.0, margin.size * scale, legend)
+    drawing = parity_intervals("Difference with its 90 % interval", rows, metric, margin)
     said = margin_said(margin, metric).replace("fp32", base)
     return Judgement(verdicts, drawing, [f"The test is that of halfstep bench: {said}.", *notes])
 

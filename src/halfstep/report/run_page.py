@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from halfstep.measure.audit.model_tree import ModuleFlops, model_tree
-from halfstep.measure.memory_bars import MemoryUse, memory_bars
+from halfstep.measure.memory_bars import MemoryUse, memory_bars, predicted_parts
 from halfstep.page import (
-    Bars,
     Block,
     Box,
     Column,
@@ -151,9 +150,9 @@ def _examine(run: RunFacts) -> Command:
 
 def _memory(run: RunFacts) -> Iterator[Block]:
     yield Heading("Memory of an update")
-    bars = _memory_bars(run)
-    yield from charts_of(bars)
-    if not any("predicted" in bar.name for bar in bars.bars):
+    uses = _memory_uses(run)
+    yield from charts_of(memory_bars(uses, "Tensors at the peak of an update"))
+    if not any(predicted_parts(use) for use in uses):
         yield Paragraph("No prediction was recorded.")
         yield _examine(run)
     savings = rows(fields(fields(run.examined.get("estimate")).get("verdict")).get("savings"))
@@ -168,7 +167,7 @@ def _memory(run: RunFacts) -> Iterator[Block]:
         yield Paragraph(Span(note, "dim"))
 
 
-def _memory_bars(run: RunFacts) -> Bars:
+def _memory_uses(run: RunFacts) -> list[MemoryUse]:
     measured = max(curve_points(run.recorded.speeds, "memory.device_peak_bytes").y, default=None)
     columns = [(text(fields(c.get("setting")).get("precision"), 20), c) for c in estimate_columns(run.examined)]
     uses = [
@@ -177,7 +176,7 @@ def _memory_bars(run: RunFacts) -> Bars:
     ]
     if not any(use.name == run.chosen for use in uses):
         uses.append(MemoryUse(run.chosen, {}, measured))
-    return memory_bars(uses, "Tensors at the peak of an update")
+    return uses
 
 
 def _numbers(given: Mapping[str, Any]) -> dict[str, float]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.data.sets.downloads import OnProgress, OnSample, RemoteFile, read_members, unexpected, write_shards
+from halfstep.data.sets.downloads import OnSample, RemoteFile, read_members, unexpected, write_shards
+from halfstep.status_line import OnProgress
 
 ABOUT = "CIFAR-10: photographs of 32 px, 10 classes; WebDataset shards (170 MB download)"
 # The archive for Python is a pickle; this one has records of a label and 3 × 32 × 32 bytes.

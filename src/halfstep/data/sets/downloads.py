@@ -18,19 +18,18 @@ from typing import Any
 from PIL import Image
 
 from halfstep.errors import TRY_AGAIN, HalfstepError, Unsafe
+from halfstep.status_line import OnProgress
 
 SECONDS = 60.0
 """The time that a server has for the next bytes."""
 BLOCK = 2**18
 PER_SHARD = 5000
 
-OnProgress = Callable[[int, int], None]
-"""A callback with the number of bytes done and their total."""
 OnSample = Callable[[], None]
 """A callback after each sample."""
 
 
-class DownloadFailed(HalfstepError, RuntimeError):
+class DownloadFailed(HalfstepError, RuntimeError, id="download-failed"):
     """A data set that cannot be downloaded, or has unexpected content."""
 
     exit_code = TRY_AGAIN
@@ -71,7 +70,7 @@ class RemoteFile:
                 f"{self.url} is not the expected file: "
                 + (f"SHA-256 {digest.hexdigest()}" if done == self.size else f"more than {self.size:,} bytes"),
                 allowed=f"{self.size:,} bytes with SHA-256 {self.sha256}",
-                do="check for a proxy that answers with a page of its own; the file may also have been replaced",
+                do="check for a proxy that answers with its login page; the file may also have been replaced",
             )
         return partial.rename(path)
 

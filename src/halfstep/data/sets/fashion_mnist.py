@@ -6,7 +6,8 @@ import gzip
 import zlib
 from pathlib import Path
 
-from halfstep.data.sets.downloads import OnProgress, OnSample, RemoteFile, unexpected, write_shards
+from halfstep.data.sets.downloads import OnSample, RemoteFile, unexpected, write_shards
+from halfstep.status_line import OnProgress
 
 ABOUT = "Fashion-MNIST: gray pictures of 28 px, 10 classes; WebDataset shards (31 MB download)"
 _HOST = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"  # the publisher's own, which has no https

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from halfstep.data.sets.downloads import OnProgress, OnSample, RemoteFile, png, read_members, unexpected
+from halfstep.data.sets.downloads import OnSample, RemoteFile, png, read_members, unexpected
+from halfstep.status_line import OnProgress
 
 ABOUT = "Oxford-IIIT Pet: cats and dogs, 37 breeds; masks and a folder per breed (811 MB download)"
 _HOST = "https://www.robots.ox.ac.uk/~vgg/data/pets/data"

@@ -11,7 +11,7 @@ from halfstep.draw.notebook import ShownAsPage
 from halfstep.json_data import JsonResult
 from halfstep.measure.audit.model_tree import ModuleFlops, model_tree
 from halfstep.measure.audit.report import IslandVerdict, ModuleRow, Numbers
-from halfstep.numbers import share
+from halfstep.numbers import several, share
 from halfstep.observe.lint.listener import Spotted
 from halfstep.page import (
     Block,
@@ -84,7 +84,7 @@ class Audit(JsonResult, ShownAsPage):
             work = f"{share(self.share)} {enough}" if self.share >= 0.9 else f"only {share(self.share)} {enough}"
         count = len(self.spotted)
         worst = sum(one.finding.severity == "error" for one in self.spotted)
-        found = "nothing found" if not count else f"{count} finding{'s' if count > 1 else ''}"
+        found = several(count, "finding") if count else "nothing found"
         errors = "errors" if worst > 1 else "an error"
         return f"{work}; {found}" + (f", {errors if worst == count else f'{worst} of them {errors}'}" if worst else "")
 

@@ -146,8 +146,9 @@ def _verdicts(bench: Bench) -> Iterator[Block]:
         yield Paragraph(Span("Interrupted: these are the runs that were finished.", "warn"))
     for row in bench.rows[1:]:
         verdict = row.parity.verdict if row.parity else ""
-        name, _, words = report.sentence(row, bench.metric, len(bench.seeds)).partition(": ")
-        yield Paragraph((Span(name, "bad" if row.failed else TONES.get(verdict, ""), strong=True), f": {words}"))
+        tone = "bad" if row.failed else TONES.get(verdict, "")
+        claim = report.claim(row, bench.metric, len(bench.seeds))
+        yield Paragraph((Span(row.name, tone, strong=True), f": {claim}"))
     if bench.best and bench.has_configs:
         yield Paragraph(Span(report.best_said(bench.best, bench.metric), "good", strong=True))
     if bench.baseline.failed:
@@ -174,18 +175,21 @@ def _table(bench: Bench) -> Table:
 
 def parity_chart(bench: Bench) -> Intervals | None:
     """Return each candidate's difference from fp32 with its interval, next to the margin."""
-    if bench.margin is None:
-        return None
-    points = bench.metric.higher_is_better
-    scale, unit = (report.POINTS, "points") if points else (1.0, bench.metric.name)
-    rows = [
-        Interval(row.name, report.difference(test, bench.metric).removeprefix("difference "), test.verdict,
-                 TONES[test.verdict], *(_scaled(end, scale) for end in (test.low, test.difference, test.high)))
-        for row in bench.rows
+    title = f"Difference in {report.kind(bench.metric)}"
+    return parity_intervals(title, bench.rows, bench.metric, bench.margin) if bench.margin else None
+
+
+def parity_intervals(title: str, rows: Sequence[BenchRow], metric: BenchMetric, margin: Margin) -> Intervals:
+    """Return the difference of each row from its baseline with its interval, next to the margin."""
+    scale, unit = (report.POINTS, "points") if metric.higher_is_better else (1.0, metric.name)
+    intervals = tuple(
+        Interval(row.name, report.difference(test, metric), test.verdict, TONES[test.verdict],
+                 *(_scaled(end, scale) for end in (test.low, test.difference, test.high)))
+        for row in rows
         if (test := row.parity) is not None
-    ]  # fmt: skip
-    title, legend = f"Difference in {report.kind(bench.metric)}", "dot: mean, line: its 90 % interval"
-    return Intervals(title, tuple(rows), f"{unit}, better to the right", 0.0, bench.margin.size * scale, legend)
+    )  # fmt: skip
+    legend = "dot: mean, line: its 90 % interval"
+    return Intervals(title, intervals, f"{unit}, better to the right", 0.0, margin.size * scale, legend)
 
 
 def _scaled(value: float | None, scale: float) -> float:

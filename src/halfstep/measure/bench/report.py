@@ -20,13 +20,18 @@ NOT_MEASURED = "not measured"
 
 def sentence(row: BenchRow, metric: BenchMetric, seeds: int) -> str:
     """Return one line: `bf16: 1.70x as fast (1.62 to 1.79), 31 % less memory, same accuracy (...)`."""
+    return f"{row.name}: {claim(row, metric, seeds)}"
+
+
+def claim(row: BenchRow, metric: BenchMetric, seeds: int) -> str:
+    """Return the line of a candidate without its name."""
     if row.failed and not row.runs:
-        return f"{row.name}: failed: {row.failed}"
+        return f"failed: {row.failed}"
     parts = [_speed_said(row.gain), *([] if row.less_memory is None else [_memory_said(row.less_memory)])]
     parts.append(_parity_said(row.parity, metric))
     few = f"; {len(row.runs)} of {seeds} {many(seeds, 'seed')}" if len(row.runs) < seeds else ""
     failed = f"; then it failed: {row.failed}" if row.failed else ""
-    return f"{row.name}: {', '.join(parts)}{few}{failed}"
+    return f"{', '.join(parts)}{few}{failed}"
 
 
 def best_said(row: BenchRow, metric: BenchMetric) -> str:
@@ -63,7 +68,8 @@ def _parity_said(found: ParityTest | None, metric: BenchMetric) -> str:
     if found is None:
         return f"{what} {NOT_MEASURED}"
     word = f"can't tell about its {what}" if found.verdict == "can't tell" else f"{found.verdict} {what}"
-    aside = "; ".join(part for part in (difference(found, metric), found.note) if part)
+    between = difference(found, metric)
+    aside = "; ".join(part for part in (between and f"difference {between}", found.note) if part)
     return f"{word} ({aside})" if aside else word
 
 
@@ -73,13 +79,13 @@ def kind(metric: BenchMetric) -> str:
 
 
 def difference(found: ParityTest, metric: BenchMetric) -> str:
-    """Return `difference -0.1 ± 0.3 points`; for a loss in its own unit, where higher is worse."""
+    """Return `-0.1 ± 0.3 points`; for a loss in its own unit, where higher is worse."""
     scale, unit = _unit(metric)
     if found.difference is None:
         return ""
     mean = found.difference * scale * (1 if metric.higher_is_better else -1)
     around = "" if found.low is None else f" ± {_near((found.difference - found.low) * scale)}"
-    return f"difference {_near(mean, sign=True)}{around}{unit}"
+    return f"{_near(mean, sign=True)}{around}{unit}"
 
 
 def margin_said(margin: Margin, metric: BenchMetric) -> str:

@@ -108,7 +108,7 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Upkeep:
-    """The costs of a run beside its steps."""
+    """The costs of a run in addition to its steps."""
 
     agreement: StepAgreement
     digest: ReplicaDigest
