@@ -95,6 +95,8 @@ class Pairs:
     """Terminal columns at which a name is folded."""
     chips: bool = False
     """Show them as a row of small labels in HTML."""
+    gap: bool = False
+    """Print an empty line above them on the terminal."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,12 @@ class Table:
     rows: tuple[tuple[Text, ...], ...]
     indent: int = 0
     """Terminal columns by which it is indented."""
+
+
+def number_table(first: str, titles: Sequence[str], rows: Sequence[tuple[Text, ...]]) -> Table:
+    """Return a table with names in its first column, and numbers below each of the titles."""
+    columns = (Column(first, wrap="fold"), *(Column(title, "right") for title in titles))
+    return Table(columns, tuple(rows), indent=1)
 
 
 @dataclass(frozen=True)

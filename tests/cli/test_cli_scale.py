@@ -13,6 +13,7 @@ from halfstep.measure.case import case_of
 from halfstep.measure.memory.devices import device_named
 from halfstep.measure.scale.counting import count
 from halfstep.measure.scale.layout import RankLayout
+from halfstep.measure.scale.page import LayoutCost
 from halfstep.measure.scale.upkeep import upkeep
 from halfstep.measure.setting import StepSetting
 from tests.support.cases import convolutions
@@ -68,9 +69,9 @@ def test_the_report_has_every_number() -> None:
 def test_the_least_sharding_that_fits_is_taken_and_says_why() -> None:
     from halfstep.measure.scale import report as module
 
-    def costing(shard_size: int, peak: int, fits: bool) -> module.LayoutCost:
+    def costing(shard_size: int, peak: int, fits: bool) -> LayoutCost:
         counts = count(lambda: case_of(*convolutions()), StepSetting(), RankLayout(64, 8, shard_size))
-        return module.LayoutCost(counts, {"weights": peak}, fits, [], 0, 0, None, upkeep(counts, 0))
+        return LayoutCost(counts, {"weights": peak}, fits, [], 0, 0, None, upkeep(counts, 0))
 
     rows = [costing(1, 3 << 40, False), costing(8, 1 << 30, True)]
     target = device_named("h100-80gb")

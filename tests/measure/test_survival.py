@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import Counted, island
-from halfstep.cli.pages.estimate import show_survival
+from halfstep.draw.terminal import text_of
 from halfstep.errors import UnknownName, WrongUse
 from halfstep.measure.subject import Subject
 from halfstep.measure.survival import survival
+from halfstep.measure.survival_report import survival_page
 from tests.support.models import buffered_model
 
 
@@ -290,14 +291,14 @@ def test_wrong_use_is_refused() -> None:
         survival(nn.Linear(2, 2), lambda m, x: m(x), torch.randn(3, 2))
 
 
-def test_the_page_says_the_verdict_first_and_what_to_type_last(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_says_the_verdict_first_and_what_to_type_last() -> None:
     case = Subject("tests.support.cases:convolutions").open()
-    show_survival([survival(Net(1e5), classify, IMAGES), survival(case, format_name="fp8_e4m3")])
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    found = [survival(Net(1e5), classify, IMAGES), survival(case, format_name="fp8_e4m3")]
+    lines = [line.rstrip() for line in text_of(survival_page(found)).splitlines() if line.strip()]
     assert lines[0].startswith("fp16: overflows in neck.0 (aten.convolution)")
     assert lines[-2:] == ['  island(model, "neck")', '  precision="bf16"']
     assert max(map(len, lines)) <= 80
-    show_survival([survival(case)])
-    assert capsys.readouterr().out.splitlines()[-1].startswith("  halfstep plan CASE")
-    show_survival([])
-    assert "No format" in capsys.readouterr().out
+    held = survival(case)
+    assert str(held).splitlines()[-1].startswith("  halfstep plan CASE")
+    assert "<table" in held._repr_html_()
+    assert "No format" in text_of(survival_page([]))

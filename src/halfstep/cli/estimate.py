@@ -14,7 +14,8 @@ from halfstep.json_data import json_data
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
-    from halfstep.measure.memory.report import EstimateOptions, EstimateReport
+    from halfstep.measure.memory.page import EstimateReport
+    from halfstep.measure.memory.report import EstimateOptions
     from halfstep.measure.scale.report import ScaleOptions
     from halfstep.measure.subject import Subject
     from halfstep.measure.survival_report import Survival
@@ -89,9 +90,10 @@ def _estimate(wanted: Subject, options: EstimateOptions, json: bool) -> None:
     if json:
         print_json({"subject": wanted.text, **json_data(report), "next": command})
     else:
-        from halfstep.cli.pages.estimate import show
+        from halfstep.draw.terminal import show_page
+        from halfstep.measure.memory.page import estimate_page
 
-        show(report, command)
+        show_page(estimate_page(report, command))
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -148,9 +150,9 @@ def _scale(wanted: Subject, options: ScaleOptions, json: bool) -> None:
     if json:
         print_json({"subject": wanted.text, **json_data(report)})
     else:
-        from halfstep.cli.pages.scale import show
+        from halfstep.draw.terminal import show_page
 
-        show(report)
+        show_page(report.page())
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -171,8 +173,9 @@ def _survive(wanted: Subject, formats: tuple[str, ...], json: bool) -> None:
     if json:
         print_json({"subject": wanted.text, "survival": found, "interrupted": interrupted})
     else:
-        from halfstep.cli.pages.estimate import show_survival
+        from halfstep.draw.terminal import show_page
+        from halfstep.measure.survival_report import survival_page
 
-        show_survival(found, shlex.join([wanted.text, *wanted.settings]))
+        show_page(survival_page(found, shlex.join([wanted.text, *wanted.settings])))
     if interrupted:
         raise typer.Exit(INTERRUPTED)

@@ -65,7 +65,7 @@ def _show(console: Console, blocks: Sequence[Block], indent: int) -> None:
 
 
 def _show_block(console: Console, block: Block, indent: int) -> None:
-    if isinstance(block, Heading | Box) or (isinstance(block, Paragraph | Command) and block.gap):
+    if isinstance(block, Heading | Box) or (isinstance(block, Paragraph | Command | Pairs) and block.gap):
         console.print()
     match block:
         case Heading():

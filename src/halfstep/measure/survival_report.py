@@ -1,15 +1,18 @@
-"""The report of an emulated step: whether a model survives a format, where it does not, and the remedy."""
+"""The report of an emulated step, and its page: whether a model survives a format, where it does not, the remedy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from halfstep import numbers
+from halfstep.draw.notebook import ShownAsPage
 from halfstep.json_data import JsonResult
 from halfstep.numbers import number
 from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Event, Range, Ranges
 from halfstep.observe.recorder import OUTSIDE
+from halfstep.page import Block, Column, Heading, Page, Pairs, Paragraph, Span, Style, Table
 
 THE_MODEL_ITSELF = "(the model itself)"
 
@@ -44,7 +47,7 @@ class LostGradient:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survival(JsonResult):
+class Survival(JsonResult, ShownAsPage):
     """Whether one forward and backward step of a model survives a format."""
 
     format: str
@@ -76,8 +79,9 @@ class Survival(JsonResult):
     scaled: Survival | None = None
     """For fp8: the result with a scale for each tensor, which fp8 training always uses."""
 
-    def __str__(self) -> str:
-        return "\n".join([self.verdict, *(f"  do: {one}" for one in self.do)])
+    def page(self) -> Page:
+        """Return the page about it."""
+        return survival_page([self])
 
 
 def module_ranges(ranges: Ranges) -> tuple[ModuleRange, ...]:
@@ -134,3 +138,90 @@ def _badness(found: ModuleRange) -> tuple[float, float, float]:
     # Modules without values sort last.
     headroom = math.inf if found.headroom_bits is None else found.headroom_bits
     return (-found.overflows, headroom, -found.underflow_backward)
+
+
+# -- page -------------------------------------------------------------------------------------------------------------
+
+_MOST_MODULES = 10
+_WORTH_A_LINE = 0.01
+
+
+def survival_page(found: Sequence[Survival], subject: str = "CASE") -> Page:
+    """Return the page of some formats, the verdicts first; the advice at its end is that of the formats that fail."""
+    blocks: list[Block] = [_verdict(survival, gap=number == 0) for number, survival in enumerate(found)]
+    for survival in found:
+        blocks += _evidence(survival)
+    if not found:
+        blocks.append(Paragraph("No format was tried to its end.", gap=True))
+    notes = dict.fromkeys(note for survival in found for note in survival.notes)
+    blocks += [Paragraph(Span(note, "dim"), gap=number == 0) for number, note in enumerate(notes)]
+    advice = dict.fromkeys(line for survival in found if not survival.survives for line in survival.do)
+    if found and all(survival.survives for survival in found):
+        advice = {f"halfstep plan {subject}    measures which of them is the fastest here": None}
+    if advice:
+        blocks += [Heading("Do"), *(Paragraph(Span(line, strong=True), indent=True) for line in advice)]
+    return Page(f"{', '.join(survival.format for survival in found) or 'no format'}, emulated", tuple(blocks))
+
+
+def _verdict(survival: Survival, *, gap: bool) -> Paragraph:
+    # Doubtful: it survives with a scale per tensor, as fp8 is used in practice.
+    scaled = survival.scaled is not None and survival.scaled.survives
+    tone: Style = "good" if survival.survives else "warn" if scaled else "bad"
+    return Paragraph(
+        (Span(survival.format, tone, strong=True), survival.verdict.removeprefix(survival.format)), gap=gap
+    )
+
+
+def _evidence(survival: Survival) -> Iterator[Block]:
+    count = len(survival.modules)
+    few = f"the {_MOST_MODULES} modules nearest to its end, of {count}"
+    yield Heading(survival.format, few if count > _MOST_MODULES else "modules, those nearest to its end first")
+    titles = ("largest", "headroom", "overflows", "vanish", "gradients\nvanish")
+    columns = (Column("module", wrap="fold"), *(Column(title, "right", "never") for title in titles))
+    rows = [
+        (
+            row.module,
+            f"{row.largest:.3g}",
+            "-" if row.headroom_bits is None else f"{row.headroom_bits + 0.0:.1f} bits",
+            Span(f"{row.overflows}", "bad") if row.overflows else "-",
+            _share(row.underflow_forward),
+            _share(row.underflow_backward),
+        )
+        for row in survival.modules[:_MOST_MODULES]
+    ]
+    yield Table(columns, tuple(rows))
+    yield Pairs(tuple(_step_facts(survival)), gap=True)
+
+
+def _step_facts(survival: Survival) -> Iterator[tuple[str, str]]:
+    yield "loss", f"{_loss(survival.loss)}, in fp32 {_loss(survival.loss_fp32)}"
+    unscaled = ""
+    if survival.format == "fp16":
+        yield "loss scale", _scale(survival)
+        unscaled = f", without a loss scale {_share(survival.gradient_underflow_unscaled)}"
+    yield "gradients vanish", f"{_share(survival.gradient_underflow)}{unscaled}"
+    yield "gradient error", _error(survival)
+    if survival.scaled is not None:
+        yield "with a scale for each tensor", f"gradient error {_error(survival.scaled)}"
+    # A few zeros come from units that rounding switched off; these are not worth a line.
+    for lost in [lost for lost in survival.lost if lost.share >= _WORTH_A_LINE][:3]:
+        yield f"lost in {lost.parameter}", f"{_share(lost.share)} of its gradients, up to {lost.largest:.2g}"
+
+
+def _scale(survival: Survival) -> str:
+    if survival.loss_scale is not None:
+        return f"{survival.loss_scale:.0f}"
+    return "none helps: the loss itself is not finite" if survival.loss is None else "gradients overflow at any"
+
+
+def _error(survival: Survival) -> str:
+    error = survival.gradient_error
+    return "not finite" if error is None else f"{error:.2%} of their norm in fp32"
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.5g}"
+
+
+def _share(value: float | None) -> str:
+    return numbers.share(value) if value else "-"

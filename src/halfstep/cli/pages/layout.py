@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -51,15 +50,6 @@ def indented(content: RenderableType, by: int = 2) -> Padding:
 def ruled_table(console: Console, **more: Any) -> Table:
     """Return a table with a line below its titles; without it where the output is no terminal."""
     return Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False, **more)
-
-
-def number_table(console: Console, first: str, titles: Sequence[str]) -> Table:
-    """Return a table with names in its first column, and numbers below each of the titles."""
-    table = ruled_table(console)
-    table.add_column(first, overflow="fold")
-    for title in titles:
-        table.add_column(title, justify="right")
-    return table
 
 
 def heading(console: Console, title: str, aside: str = "") -> None:

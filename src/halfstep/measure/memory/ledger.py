@@ -1,15 +1,19 @@
-"""The memory of one step as a ledger, whose parts add up to its peak."""
+"""The memory of one step as a ledger, whose parts add up to its peak, and its page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from halfstep import numbers
+from halfstep.draw.notebook import ShownAsPage
 from halfstep.json_data import JsonResult
 from halfstep.measure.assumption import Assumption
+from halfstep.measure.memory_bars import MemoryUse, memory_bars
 from halfstep.measure.setting import StepSetting
+from halfstep.measure.survival_report import THE_MODEL_ITSELF
+from halfstep.page import Block, Heading, Page, Paragraph, Span, Table, Text, charts_of, number_table
 
 PARTS = (
     "weights",
@@ -38,7 +42,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Ledger(JsonResult):
+class Ledger(JsonResult, ShownAsPage):
     """The memory of one update of a setting, in bytes, once the optimizer has its state."""
 
     json_keys: ClassVar[tuple[str, ...]] = (
@@ -71,11 +75,11 @@ class Ledger(JsonResult):
     assumptions: tuple[Assumption, ...] = ()
     """What was assumed of numbers of the model that its code reads."""
 
-    def __str__(self) -> str:
-        parts = sorted(self.at_peak.items(), key=lambda part: -part[1])
-        sizes = ", ".join(f"{name} {numbers.size(size)}" for name, size in parts if size)
+    def page(self) -> Page:
+        """Return the page about it."""
         how = way_in_words(self.setting.precision, self.setting.recompute, self.samples)
-        return "\n".join([f"peak {numbers.size(self.peak)} {how}, in {self.moment}", sizes, *self.notes])
+        answer = Paragraph(Span(f"peak {numbers.size(self.peak)} {how}", strong=True))
+        return Page("memory of one update", (answer, *memory_blocks([self]), *note_blocks(self.notes)), self.device)
 
     @property
     def peak(self) -> int:
@@ -90,3 +94,59 @@ class Ledger(JsonResult):
 def way_in_words(precision: str, recompute: bool, samples: int) -> str:
     """Return how a step is run as text."""
     return f"in {precision}{' with recomputing' if recompute else ''} at batch {samples}"
+
+
+# -- page -------------------------------------------------------------------------------------------------------------
+
+_MODULES = 5
+
+
+def memory_blocks(columns: Sequence[Ledger]) -> Iterator[Block]:
+    """Yield where the memory goes, the ledgers of one batch size next to each other."""
+    for samples in dict.fromkeys(column.samples for column in columns):
+        together = [column for column in columns if column.samples == samples]
+        moments = {column.moment for column in together}
+        how = ", recomputing" if together[0].setting.recompute else ""
+        yield Heading(f"At the peak, batch {samples}{how}", moments.pop() if len(moments) == 1 else "")
+        yield _parts(together)
+        uses = [MemoryUse(column.setting.precision, column.at_peak, None) for column in together]
+        yield from charts_of(memory_bars(uses, f"Tensors at the peak, batch {samples}"))
+        if any(column.by_format for column in together):
+            yield Heading("Kept for backward", "at the end of forward, by format and by module")
+            yield _activations(together)
+
+
+def note_blocks(notes: Iterable[str]) -> Iterator[Block]:
+    """Yield notes below a heading; nothing where there are none."""
+    for number, note in enumerate(notes):
+        if number == 0:
+            yield Heading("Notes")
+        yield Paragraph(Span(note, "dim"), indent=True)
+
+
+def _parts(columns: Sequence[Ledger]) -> Table:
+    parts = [part for part in columns[0].at_peak if any(column.at_peak[part] for column in columns)]
+    rows: list[tuple[Text, ...]] = [
+        (part, *(numbers.size(column.at_peak[part]) for column in columns)) for part in parts
+    ]
+    peaks = (Span(numbers.size(column.peak), strong=True) for column in columns)
+    rows += [(), (Span("peak", strong=True), *peaks)]
+    if len({column.moment for column in columns}) > 1:
+        rows.append(("when", *(column.moment for column in columns)))
+    return number_table("", [column.setting.precision for column in columns], rows)
+
+
+def _activations(columns: Sequence[Ledger]) -> Table:
+    by_format, by_module = [column.by_format for column in columns], [column.by_module for column in columns]
+    rows = [*_largest(by_format), (), *_largest(by_module)[:_MODULES]]
+    return number_table("", [column.setting.precision for column in columns], rows)
+
+
+def _largest(columns: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
+    """Return a row for each name that is non-zero in any column, largest first."""
+    most = {name: max(column.get(name, 0) for column in columns) for column in columns for name in column}
+    names = sorted((name for name, size in most.items() if size), key=lambda name: -most[name])
+    return [
+        (name or THE_MODEL_ITSELF, *(numbers.size(column[name]) if column.get(name) else "-" for column in columns))
+        for name in names
+    ]

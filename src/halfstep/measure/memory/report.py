@@ -14,10 +14,10 @@ from halfstep.measure.memory.estimate import ledger_on
 from halfstep.measure.memory.fake_tensors import MakeCase, as_wrong_use, error_and_line, made_once
 from halfstep.measure.memory.fitting import MOST, BatchFit, Lever, MakeLedger, largest_batch, levers
 from halfstep.measure.memory.ledger import Ledger
+from halfstep.measure.memory.page import EstimateReport
 from halfstep.measure.memory.verdict import (
     DeviceEstimate,
     EstimateColumn,
-    EstimateVerdict,
     NativeFormat,
     NotSearched,
     RefusedPrecision,
@@ -61,16 +61,6 @@ class EstimateOptions:
         wrong = [batch for batch in self.batches if not 1 <= batch <= MOST]
         if wrong:
             raise WrongUse(f"a batch of {wrong[0]}", allowed=f"1 sample or more, up to {MOST}", do="--batch 8")
-
-
-@dataclass(frozen=True)
-class EstimateReport:
-    """The estimate of a case on some devices."""
-
-    case: str
-    devices: tuple[DeviceEstimate, ...]
-    interrupted: bool
-    verdict: EstimateVerdict
 
 
 def report_of(

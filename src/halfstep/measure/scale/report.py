@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from halfstep.errors import HalfstepError, WrongUse
-from halfstep.json_data import JsonResult
 from halfstep.measure.batches import size_of
 from halfstep.measure.case import Case
 from halfstep.measure.memory.devices import HERE, Target, device_named
@@ -18,8 +17,9 @@ from halfstep.measure.memory.ledger import WORKING, Ledger
 from halfstep.measure.memory.report import RECOMPUTE, WHERE_NEEDED, EstimateOptions, precisions
 from halfstep.measure.scale.counting import RankCounts, count
 from halfstep.measure.scale.layout import AUTO, DDP, FSDP, HSDP, RankLayout, layouts, ranks_and_nodes
-from halfstep.measure.scale.traffic import CollectiveTraffic, Links, StepSeconds, by_kind, links_of, times, total
-from halfstep.measure.scale.upkeep import Upkeep, upkeep
+from halfstep.measure.scale.page import LayoutCost, ScaleReport
+from halfstep.measure.scale.traffic import Links, by_kind, links_of, times, total
+from halfstep.measure.scale.upkeep import upkeep
 from halfstep.measure.setting import StepSetting
 from halfstep.numbers import size
 from halfstep.precision.names import AUTO as OWN_PRECISION
@@ -42,71 +42,6 @@ class ScaleOptions:
     nodes: int | None = None
     sharding: str = AUTO
     shard: int | None = None
-
-
-@dataclass(frozen=True)
-class LayoutCost(JsonResult):
-    """The costs of a step for one rank in one layout."""
-
-    json_keys: ClassVar[tuple[str, ...]] = (
-        *("layout.sharding", "layout.world", "layout.nodes", "layout.shard_size", "name", "memory", "peak", "fits"),
-        *("counts.state", "counts.padded", "counts.units", "collectives", "bytes_inside", "bytes_between", "seconds"),
-        *("counts.parameters", "counts.flops", "upkeep"),
-    )
-    counts: RankCounts
-    memory: dict[str, int]
-    """Bytes of each part at the peak."""
-    fits: bool
-    collectives: list[CollectiveTraffic]
-    bytes_inside: int
-    """Bytes that a rank receives in a step over the links of its node."""
-    bytes_between: int
-    """Bytes from other nodes."""
-    seconds: StepSeconds | None
-    upkeep: Upkeep
-
-    @property
-    def layout(self) -> RankLayout:
-        return self.counts.layout
-
-    @property
-    def name(self) -> str:
-        return str(self.layout)
-
-    @property
-    def peak(self) -> int:
-        return sum(self.memory.values())
-
-
-@dataclass(frozen=True)
-class ScaleReport(JsonResult):
-    """Layouts side by side, the least sharded first, and the one to take."""
-
-    json_keys: ClassVar[tuple[str, ...]] = (
-        *("case", "counts.layout.world", "counts.layout.nodes", "device", "setting", "samples", "counts.parameters"),
-        *("counts.flops", "take", "reason", "layouts", "links", "notes", "interrupted"),
-    )
-    case: str
-    device: Target
-    setting: StepSetting
-    samples: int
-    """Samples of an update, on all ranks."""
-    taken: LayoutCost | None
-    reason: str
-    layouts: tuple[LayoutCost, ...]
-    links: Links | None
-    notes: tuple[str, ...]
-    interrupted: bool
-
-    @property
-    def counts(self) -> RankCounts:
-        """Return those of the first layout: the model's size and work, and the ranks, are the same in all."""
-        return self.layouts[0].counts
-
-    @property
-    def take(self) -> str | None:
-        """Return the name of the layout to take; None if none fits."""
-        return self.taken.name if self.taken else None
 
 
 def scale_report(

@@ -1,0 +1,105 @@
+"""The report of an estimate, and its page: whether it fits, where the memory goes, and the largest batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from halfstep import numbers
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.measure.memory.fitting import BatchFit
+from halfstep.measure.memory.ledger import memory_blocks, note_blocks
+from halfstep.measure.memory.verdict import DeviceEstimate, EstimateVerdict, Saving, place_in_words
+from halfstep.page import Block, Command, Heading, Page, Paragraph, Span, number_table
+
+
+@dataclass(frozen=True)
+class EstimateReport(ShownAsPage):
+    """The estimate of a case on some devices."""
+
+    case: str
+    devices: tuple[DeviceEstimate, ...]
+    interrupted: bool
+    verdict: EstimateVerdict
+
+    def page(self) -> Page:
+        """Return the page about it."""
+        return estimate_page(self)
+
+
+def estimate_page(report: EstimateReport, command: str = "") -> Page:
+    """Return the page of an estimate, the answer first; `command` is what to type next."""
+    answers = report.verdict.answers
+    blocks: list[Block] = [Paragraph(Span(one.text, "good" if one.fits else "warn", strong=True)) for one in answers]
+    if report.interrupted:
+        blocks.append(Paragraph(Span("interrupted: this is what was known by then", "warn")))
+    if report.devices:
+        # The first mode (kept or recomputed activations) that was estimated.
+        columns, savings = report.devices[0].columns, report.verdict.savings
+        blocks += memory_blocks([one for one in columns if one.setting.recompute == columns[0].setting.recompute])
+        blocks += [_saving(row) for row in savings if row.recompute == savings[0].recompute]
+    for device in report.devices:
+        blocks += _device(device)
+    blocks += note_blocks(_notes(report))
+    blocks += [Command(command, "next: ", gap=True)] if command else []
+    return Page(f"memory of {report.case}", tuple(blocks))
+
+
+def _saving(row: Saving) -> Paragraph:
+    change = f"{abs(row.saved):.0%} {'less' if row.saved >= 0 else 'more'} than fp32 at batch {row.batch}"
+    return Paragraph(f"{row.precision}: {change}{f'; {row.why}' if row.why else ''}", indent=True, gap=True)
+
+
+def _device(found: DeviceEstimate) -> Iterator[Block]:
+    usable = f"{numbers.size(found.device.usable)} of {numbers.size(found.device.memory)} for tensors"
+    yield Heading(f"How far on {place_in_words(found.device)}", usable)
+    rows = [
+        (
+            row.precision,
+            "recomputed" if row.recompute else "kept",
+            _peak(found, row),
+            _reach(row),
+            str(row.preferred or "-"),
+        )
+        for row in found.largest
+    ]
+    if rows:
+        yield number_table("precision", ["activations", "peak", "largest batch", "multiple of 8"], rows)
+    for why in dict.fromkeys(row.why for row in found.not_searched):
+        yield Paragraph(Span(why, "warn"), indent=True)
+    for name, can in found.abilities.items():
+        if can.native is False:
+            instead = f"; {found.auto} is the one for it" if found.auto != name else ""
+            text = f"{name}: not native on {found.device.device.name}: {can.reason}{instead}"
+            yield Paragraph(Span(text, "warn"), indent=True)
+    for refused in found.refused:
+        yield Paragraph(Span(f"{refused.given}\ndo: {refused.do}", "bad"), indent=True)
+
+
+def _peak(found: DeviceEstimate, row: BatchFit) -> str:
+    """Return the peak of the first batch that was asked for."""
+    for column in found.columns:
+        if (column.setting.precision, column.setting.recompute) == (row.precision, row.recompute):
+            return numbers.size(column.peak)
+    return "-"
+
+
+def _reach(row: BatchFit) -> str:
+    if not row.batch:
+        return f"none: {numbers.size(row.missing)} over"
+    if row.at_least:
+        return f"no limit up to {row.batch}"
+    return f"about {row.batch}" if row.about else f"{row.batch}"
+
+
+def _notes(report: EstimateReport) -> dict[str, None]:
+    # Notes that the savings give are not repeated.
+    said = {row.why for row in report.verdict.savings}
+    columns = [column for found in report.devices for column in found.columns if not column.setting.recompute]
+    notes = [note for column in columns for note in column.notes if note not in said]
+    assumed = [
+        f"assumed: {numbers.size(found.device.reserved)} are taken by the process itself, and "
+        f"{found.device.margin:.0%} of the rest is left for gaps between tensors"
+        for found in report.devices
+    ]
+    return dict.fromkeys(notes + assumed)
