@@ -8,14 +8,14 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from halfstep import numbers
+from halfstep.draw.terminal import show_page
 from halfstep.errors import OutOfMemory
+from halfstep.page import Block, Column, Command, Page, Paragraph, Span, Table
 from halfstep.printable import in_line
 from halfstep.terminal import screen
 
@@ -31,19 +31,24 @@ def show(failed: OutOfMemory, recipe: str, settings: Sequence[str]) -> None:
     # One rank reports for all.
     if os.environ.get("RANK", "0") != "0":
         return
-    console = screen(stderr=True, soft_wrap=True)
-    console.print(Text(in_line(failed.given), style="red"))
+    console = screen(stderr=True)
+    given = Paragraph(Span(in_line(failed.given), "bad"), wrap=False)
+    show_page(Page("out of memory", (given,)), console)  # the estimate may take a minute
     # The traceback's frames keep the run's tensors alive; free them before estimating.
     traceback.clear_frames(failed.__traceback__)
     gc.collect()
     found = _estimated(failed, recipe, settings) if failed.batch else None
+    show_page(Page("out of memory", tuple(_remedy(failed, found))), console)
+
+
+def _remedy(failed: OutOfMemory, found: WayOut | None) -> Iterator[Block]:
     changes = _changes(failed, found) if found is not None else {}
     if found is not None:
-        for line in _ledger(found):
-            console.print(Text(in_line(line)))
-        console.print(Text(_verdict(failed, found), style="bold"))
-    line = failed.command(changes) if failed.command and changes else failed.do
-    console.print(Text(f"  do: {in_line(line)}", style="bold"))
+        yield Paragraph(f"  by the estimate, at its peak ({in_line(found.moment)}):", wrap=False)
+        yield _ledger(found)
+        yield Paragraph(Span(f"  {_verdict(failed, found)}", strong=True), wrap=False)
+    do = failed.command(changes) if failed.command and changes else failed.do
+    yield Command(in_line(do), "  do: ")
 
 
 def _estimated(failed: OutOfMemory, recipe: str, settings: Sequence[str]) -> WayOut | None:
@@ -64,22 +69,20 @@ def _estimated(failed: OutOfMemory, recipe: str, settings: Sequence[str]) -> Way
         return None
 
 
-def _ledger(found: WayOut) -> list[str]:
-    parts = {part: size for part, size in found.at_peak.items() if size}
-    rows = {**parts, "peak": found.peak, "there is": found.limit}
-    width = max(map(len, rows))
-    lines = [f"  by the estimate, at its peak ({found.moment}):"]
-    return lines + [f"    {part.ljust(width)}  {numbers.size(size).rjust(10)}" for part, size in rows.items()]
+def _ledger(found: WayOut) -> Table:
+    sizes = {part: size for part, size in found.at_peak.items() if size} | {"peak": found.peak, "there is": found.limit}
+    rows = tuple((part, numbers.size(size)) for part, size in sizes.items())
+    return Table((Column(), Column(align="right")), rows, indent=4)
 
 
 def _verdict(failed: OutOfMemory, found: WayOut) -> str:
     if found.batch >= failed.batch:
-        return f"  by the estimate a batch of {found.batch} fits, and {failed.batch} did not: take half"
+        return f"by the estimate a batch of {found.batch} fits, and {failed.batch} did not: take half"
     if found.batch:
-        return f"  the largest batch that fits is {found.batch}, by the estimate; the step stays the same, in pieces"
+        return f"the largest batch that fits is {found.batch}, by the estimate; the step stays the same, in pieces"
     if found.recomputed:
-        return "  no batch fits as it is; one does where activations are computed again"
-    return "  not even one sample fits: a smaller model or image, or another device (halfstep estimate --device)"
+        return "no batch fits as it is; one does where activations are computed again"
+    return "not even one sample fits: a smaller model or image, or another device (halfstep estimate --device)"
 
 
 def _changes(failed: OutOfMemory, found: WayOut) -> dict[str, int | str]:
