@@ -30,7 +30,8 @@ from halfstep import clock
 from halfstep.errors import HalfstepError
 from halfstep.measure.conditions import in_words
 from halfstep.measure.local_candidate import observes
-from halfstep.measure.plan.plan import Plan, plan
+from halfstep.measure.plan.page import Plan
+from halfstep.measure.plan.plan import plan
 from halfstep.measure.plan.search import abilities
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject

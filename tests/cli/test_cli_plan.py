@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli import main
 from halfstep.measure.plan import plan as planning
-from halfstep.measure.plan.plan import Plan
+from halfstep.measure.plan.page import Plan
 from halfstep.measure.plan.search import Growth
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed

@@ -26,7 +26,7 @@ from halfstep.status_line import in_notebook
 from halfstep.terminal import progress, screen
 
 if TYPE_CHECKING:
-    from halfstep.measure.plan.plan import Plan
+    from halfstep.measure.plan.page import Plan
     from halfstep.measure.subject import Subject
     from halfstep.recipe.resolve import Resolved
     from halfstep.train.setup import AnyRecipe
@@ -70,12 +70,14 @@ def run(
         screen(stderr=True).print("interrupted before anything was measured")
         raise typer.Exit(INTERRUPTED) from None
     found = _fitted(given, found)
-    from halfstep.cli.pages.plan import PlanCommand, show, show_next
+    from halfstep.draw.terminal import show_page
+    from halfstep.measure.plan.page import PlanCommand, next_blocks, plan_blocks
+    from halfstep.page import Page
 
     options = _options(seconds, device, grow_batch)
     command = PlanCommand(given.text, given.settings, tuple(options), str(file) if file else None)
     if not json:
-        show(found)
+        show_page(Page(found.name, tuple(plan_blocks(found))))
     left = False
     if file is not None and not found.interrupted:
         written = None
@@ -88,7 +90,7 @@ def run(
     if json:
         print_json(found.as_dict() | json_data(command))
     else:
-        show_next(found, command)
+        show_page(Page(found.name, tuple(next_blocks(found, command))))
     if left or found.interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfstep.measure.plan.plan import Plan, search_and_decide
+from halfstep.measure.plan.page import Plan
+from halfstep.measure.plan.plan import search_and_decide
 from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget
 from halfstep.measure.plan.search import CaseFacts, Search
 from halfstep.measure.plan.trials import SettingTrials

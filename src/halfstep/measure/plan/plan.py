@@ -1,19 +1,18 @@
-"""The plan: the fastest setting for a model on this device that fits and trains as fp32 does, chosen by measuring."""
+"""Plan: choose the fastest setting for a model on this device that fits and trains as fp32 does, by measuring."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from halfstep.errors import WrongUse
-from halfstep.json_data import JsonResult
 from halfstep.measure.case import Case, LossFunction
-from halfstep.measure.conditions import Conditions, conditions
+from halfstep.measure.conditions import conditions
 from halfstep.measure.local_candidate import candidate_of
 from halfstep.measure.plan.choice import (
     BASELINE_PRECISION,
@@ -25,56 +24,14 @@ from halfstep.measure.plan.choice import (
     simplicity,
     why_stay,
 )
-from halfstep.measure.plan.not_measured import NotMeasured
-from halfstep.measure.plan.probe import LossParity
+from halfstep.measure.plan.page import Plan
 from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget, free_bytes
-from halfstep.measure.plan.search import CaseFacts, Growing, Growth, Search, abilities, facts_of
+from halfstep.measure.plan.search import CaseFacts, Growing, Search, abilities, facts_of
 from halfstep.measure.plan.trials import SettingTrials
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, subject_of
-from halfstep.precision.hardware import Ability, Device, describe
+from halfstep.precision.hardware import Device, describe
 from halfstep.status_line import OnProgress
-
-# -- apply ------------------------------------------------------------------------------------------------------------
-# Apply a choice: as settings of a recipe, or as lines of Python for the user's own loop.
-
-
-RecipeValue = str | bool | int | float | None
-
-
-def recipe_changes(choice: StepSetting, growth: Growth | None = None) -> dict[str, RecipeValue]:
-    """Return the keys of a recipe and their values in the plan."""
-    taken = growth.setting if growth else choice
-    found: dict[str, RecipeValue] = {
-        "precision": taken.precision,
-        "train.channels_last": taken.channels_last,
-        "train.compile": taken.compile,
-        "train.batch_size": taken.batch,
-        "train.microbatches": taken.microbatches,
-    }
-    if growth:
-        found |= {"optimizer.lr": growth.learning_rate, "schedule.warmup_steps": growth.warmup_steps}
-    return found
-
-
-def python_lines(choice: StepSetting, growth: Growth | None = None) -> list[str]:
-    """Return the same as Python code for the user's own loop."""
-    taken = growth.setting if growth else choice
-    lines = []
-    if taken.channels_last:
-        lines.append("model = model.to(memory_format=torch.channels_last)  # and images, before the model gets them")
-    if taken.compile:
-        lines.append("model.compile()")
-    if growth:
-        lines.append(f"optimizer.param_groups[0]['lr'] = {growth.learning_rate:g}  # {growth.rule}, after a warm-up")
-    lines.append(f'stepper = halfstep.Stepper(model, optimizer, precision="{taken.precision}")')
-    if taken.microbatches > 1:
-        lines.append(f"for batch in halfstep.windows(loader, {taken.microbatches}):  # batches of {taken.batch}")
-    else:
-        lines.append(f"for batch in loader:  # batches of {taken.batch}")
-    lines.append("    report = stepper.step(loss_fn, batch)")
-    return lines
-
 
 # -- reasons ----------------------------------------------------------------------------------------------------------
 # Give the reasons for each part of a choice, by comparing it with the setting that differs in that part alone.
@@ -158,90 +115,6 @@ SECONDS = 180.0
 ELSEWHERE, HERE = "each arm in a process of its own", "all arms in this process"
 
 
-@dataclass(frozen=True)
-class Plan(JsonResult):
-    """The chosen setting, and all measurements that led to it."""
-
-    json_keys: ClassVar[tuple[str, ...]] = (
-        *("name", "device", "formats", "now", "baseline", "choice", "stay", "verdict", "reasons", "parity", "ladder"),
-        *("runner_up", "why_not", "growth", "growth_ended", "changes", "python", "conditions", "seconds"),
-        "interrupted",
-    )
-    name: str
-    device: Device
-    now: StepSetting
-    """The user's setting."""
-    baseline: StepSetting
-    """Strict fp32, the baseline of all speeds."""
-    choice: Cell
-    stay: bool
-    """Whether the precision stays fp32, because nothing narrower was worthwhile here."""
-    reasons: dict[str, str]
-    """The reason for each part of the choice."""
-    parity: LossParity
-    """The parity of the choice."""
-    ladder: tuple[LadderCell, ...]
-    """All cells, simplest first."""
-    runner_up: Cell | None
-    why_not: str
-    growth: Growth | None
-    growth_ended: str
-    """Why no larger batch was chosen; empty if `grow_batch` was off."""
-    conditions: Conditions
-    seconds: float
-    interrupted: bool
-
-    def __str__(self) -> str:
-        return "\n".join([self.verdict, *(f"{part}: {why}" for part, why in self.reasons.items())])
-
-    @property
-    def verdict(self) -> str:
-        """Return the choice and its speed in one line."""
-        return "  ".join(filter(None, (self.headline, self.speed_in_words)))
-
-    @property
-    def headline(self) -> str:
-        """Return the choice without its speed."""
-        text = str(self.choice.setting)
-        if not self.stay:
-            return text
-        narrow = [cell for cell in self.ladder if cell.setting.precision != self.baseline.precision]
-        # "Stay in fp32" is a verdict only where a narrower format was measured or excluded for a reason.
-        unseen = (NotMeasured.NO_TIME, NotMeasured.INTERRUPTED)
-        seen = any(cell.speed or cell.cut not in unseen for cell in narrow)
-        beside = "" if text == BASELINE_PRECISION else f", with {text.removeprefix(f'{BASELINE_PRECISION}, ')}"
-        stay = "stay in fp32" if seen or not narrow else "no verdict, so fp32: nothing narrower was measured"
-        return f"{stay}{beside}"
-
-    @property
-    def speed_in_words(self) -> str:
-        """Return the speed of the choice; empty if it is strict fp32 itself or was not measured."""
-        speed = self.choice.speed
-        if speed is None or self.choice.setting == self.baseline:
-            return ""
-        return f"{speed.speedup:.2f}x strict fp32 ({interval(speed)})"
-
-    @property
-    def parities(self) -> dict[StepSetting, LossParity]:
-        """Return the parity of every cell that was measured, by one rule."""
-        return {cell.setting: cell.parity for cell in self.ladder if cell.parity is not None}
-
-    @property
-    def formats(self) -> dict[str, Ability]:
-        """Return the device's support of each precision."""
-        return abilities(self.device)
-
-    @property
-    def changes(self) -> dict[str, RecipeValue]:
-        """Return the settings of a recipe."""
-        return recipe_changes(self.choice.setting, self.growth)
-
-    @property
-    def python(self) -> list[str]:
-        """Return lines of Python."""
-        return python_lines(self.choice.setting, self.growth)
-
-
 def plan(
     subject: Measurable,
     loss_fn: LossFunction | None = None,
@@ -297,6 +170,7 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
     return Plan(
         name=search.facts.name,
         device=search.device,
+        formats=abilities(search.device),
         now=search.facts.now,
         baseline=search.baseline,
         choice=choice,

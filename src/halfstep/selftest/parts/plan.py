@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from halfstep.measure.plan.plan import Plan, plan
+from halfstep.measure.plan.page import Plan
+from halfstep.measure.plan.plan import plan
 from halfstep.selftest.part import Measured, PartContext, require
 from halfstep.selftest.small import batch, classified, convolutional
 
