@@ -153,8 +153,11 @@ def test_hostile_runs_side_by_side(browser: Chromium, tmp_path: Path) -> None:
 def test_a_hostile_bench_and_a_hostile_plan(browser: Chromium, tmp_path: Path) -> None:
     bench = json.loads((ROOT / "benchmarks" / "parity_cifar.json").read_text())
     texts = cycle(f"{n} {text}" for n, text in enumerate(TEXTS.values()))
-    for name, found in (("bench.json", bench), ("plan.json", plan())):
-        (tmp_path / name).write_text(json.dumps(hostile(found, texts, words=False)))
+    # A plan whose conditions have other names is refused.
+    ours = {key: hostile(value, texts, words=False, free=True) for key, value in plan()["conditions"].items()}
+    planned = {**hostile(plan(), texts, words=False), "conditions": ours}
+    for name, found in (("bench.json", hostile(bench, texts, words=False)), ("plan.json", planned)):
+        (tmp_path / name).write_text(json.dumps(found))
     look(browser, written(tmp_path, tmp_path / "bench.json", tmp_path / "plan.json"))
 
 

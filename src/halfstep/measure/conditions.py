@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import TypedDict
 
 import torch
+from typing_extensions import TypedDict  # pydantic, which reads them again, takes no other before Python 3.12
 
 from halfstep._version import __version__
 from halfstep.precision.flags import read_flags

@@ -13,8 +13,7 @@ from halfstep.measure.bench.page import Bench
 from halfstep.measure.bench.report import kind, sentence
 from halfstep.measure.conditions import Conditions
 from halfstep.page import Heading, Page, Pairs, Paragraph
-from halfstep.report.json_fields import fields, rows, text, texts
-from halfstep.report.plan_facts import condition_rows
+from halfstep.report.json_fields import fields, rows, setting, text, texts
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,21 @@ class BenchFacts:
         bench = self.bench
         settings = " ".join(bench.settings) or "the recipe's own"
         known = [("Subject", bench.name), ("Settings", settings), ("Seeds", ", ".join(map(str, bench.seeds)))]
-        provenance = Pairs((*known, *condition_rows(bench.conditions)))
+        provenance = Pairs((*known, *_conditions(bench.conditions)))
         blocks = (Paragraph(self.verdict), *bench.page().blocks, Heading("Provenance"), provenance)
         return Page(self.label, blocks, str(self.file))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can represent."""
         return {"kind": "bench", "file": str(self.file), "verdict": self.verdict, "bench": self.bench.as_dict()}
+
+
+def _conditions(found: Conditions) -> list[tuple[str, str]]:
+    """Return the conditions of a measurement in words."""
+    listed = {
+        key: ", ".join(f"{name} {inner}" for name, inner in fields(value).items()) for key, value in found.items()
+    }
+    return [(key.capitalize(), listed[key] or setting(value) or "none") for key, value in found.items()]
 
 
 def bench_from(plain: Mapping[str, Any], file: Path) -> BenchFacts:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from halfstep import numbers
-from halfstep.measure.plan.not_measured import NotMeasured
 from halfstep.report.json_fields import fields, known, number, rows, text, texts
 from halfstep.report.run_facts import RunFacts
 from halfstep.report.run_journal import CurvePoints, curve_points
@@ -49,9 +48,6 @@ class Outlook(NamedTuple):
         }
 
 
-# -- run --------------------------------------------------------------------------------------------------------------
-
-
 def outlook_of_run(run: RunFacts) -> Outlook:
     """Return what the precision of a run means, from its journal and what was found about its model."""
     columns = estimate_columns(run.examined)
@@ -80,7 +76,7 @@ def _run_speed(run: RunFacts) -> str:
 def _run_memory(run: RunFacts, columns: list[dict[str, Any]]) -> str:
     peaks = _peaks(columns)
     if run.chosen in peaks and "fp32" in peaks and run.chosen != "fp32":
-        return _less(peaks[run.chosen], peaks["fp32"], run.chosen)
+        return less_memory(peaks[run.chosen], peaks["fp32"], run.chosen)
     if run.chosen in peaks:
         return f"{numbers.size(peaks[run.chosen])} of tensors at the peak of an update, predicted"
     return f"not predicted: halfstep report {shlex.quote(str(run.folder))} --examine"
@@ -91,7 +87,8 @@ def _peaks(columns: list[dict[str, Any]]) -> dict[str, float]:
     return {name: peak for name, peak in found.items() if known(peak) and peak > 0}
 
 
-def _less(peak: float, base: float, name: str) -> str:
+def less_memory(peak: float, base: float, name: str) -> str:
+    """Return the predicted peak of a precision next to that of fp32."""
     share = 1 - peak / base
     word = "less" if share >= 0 else "more"
     sizes = f"{numbers.size(peak)} at the peak of an update, fp32 {numbers.size(base)}"
@@ -198,88 +195,3 @@ def _usual(rates: CurvePoints) -> str:
         return f"{numbers.speed(found[0])} to {numbers.speed(found[-1])} samples/s, at all times"
     low, high = found[len(found) // 10], found[-1 - len(found) // 10]
     return f"{numbers.speed(low)} to {numbers.speed(high)} samples/s, eight times in ten"
-
-
-# -- plan -------------------------------------------------------------------------------------------------------------
-
-
-def outlook_of_plan(plan: Mapping[str, Any]) -> Outlook:
-    """Return what the choice of a plan means, from what the plan measured and predicted."""
-    choice, base = fields(plan.get("choice")), _base(plan)
-    return Outlook(
-        [("Speed", _plan_speed(plan, choice)), ("Memory", _plan_memory(choice, base))],
-        list(_plan_benefits(plan, choice, base)),
-        list(_plan_risks(plan, choice)),
-        list(_plan_expects(plan, choice)),
-    )
-
-
-def _base(plan: Mapping[str, Any]) -> dict[str, Any]:
-    return next((cell for cell in rows(plan.get("ladder")) if cell.get("setting") == plan.get("baseline")), {})
-
-
-def speed_said(cell: Mapping[str, Any]) -> str:
-    """Return `1.70x strict fp32 (1.62 to 1.79, 40 pairs)`, or why there is no figure."""
-    speed = fields(cell.get("speed"))
-    times, low, high, pairs = (number(speed.get(key)) for key in ("speedup", "low", "high", "pairs"))
-    if not known(times):
-        return text(cell.get("cut"), 300) or "not measured"
-    around = f" ({low:.2f} to {high:.2f}, {pairs:.0f} pairs)" if known(low) and known(high) and known(pairs) else ""
-    return f"{times:.2f}x strict fp32{around}"
-
-
-def _plan_speed(plan: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
-    if choice.get("setting") == plan.get("baseline"):
-        return "that of strict fp32, which is the choice"
-    return speed_said(choice)
-
-
-def _plan_memory(choice: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    peak, wide = number(choice.get("peak")), number(base.get("peak"))
-    if not known(peak):
-        return "not predicted"
-    name = text(choice.get("name"), 60)
-    if not known(wide) or choice.get("setting") == base.get("setting"):
-        return f"{numbers.size(peak)} at the peak of an update, predicted"
-    return _less(peak, wide, name)
-
-
-def _plan_benefits(plan: Mapping[str, Any], choice: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
-    times = number(fields(choice.get("speed")).get("speedup"))
-    peak, wide = number(choice.get("peak")), number(base.get("peak"))
-    growth = fields(plan.get("growth"))
-    if choice.get("setting") == plan.get("baseline"):
-        yield "None over strict fp32, which is the choice: nothing else was measured to be worth it."
-    if known(times) and times > 1:
-        yield f"Faster: {speed_said(choice)}."
-    if known(peak) and known(wide) and peak < wide:
-        yield f"Less memory: {numbers.size(wide - peak)} of {numbers.size(wide)} are free for a larger batch."
-    if growth:
-        yield f"A larger batch: {text(growth.get('words'), 400)}."
-
-
-def _plan_risks(plan: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[Risk]:
-    parity = fields(plan.get("parity"))
-    verdict = text(parity.get("verdict"), 60)
-    level = {"holds": LOW, "fails": HIGH}.get(verdict, WATCH)
-    yield Risk("Another result than fp32's", level, f"{verdict}: {text(parity.get('why'), 400)}")
-    for name, found in fields(plan.get("formats")).items():
-        if not fields(found).get("native") and name == fields(choice.get("setting")).get("precision"):
-            yield Risk(f"{name} is not native here", WATCH, text(fields(found).get("reason"), 300))
-    if fields(choice.get("setting")).get("compile"):
-        yield Risk("Compiling", WATCH, "another shape of input is compiled anew, and takes as long as the first step")
-    for cell in rows(plan.get("ladder")):
-        if cell.get("cut") and cell["cut"] not in list(NotMeasured):
-            yield Risk(f"{text(cell.get('name'), 80)}, passed over", LOW, text(cell.get("cut"), 300))
-
-
-def _plan_expects(plan: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    seconds = number(fields(choice.get("speed")).get("seconds"))
-    first, peak = number(choice.get("first_step")), number(choice.get("peak"))
-    if known(seconds):
-        yield "An update", f"about {numbers.duration(seconds)}"
-    if known(first):
-        yield "The first update", f"{numbers.duration(first)}, with what is prepared or compiled in it"
-    if known(peak):
-        yield "Memory of an update", f"{numbers.size(peak)} of tensors, predicted"
-    yield "Loss", f"beside fp32's: {text(fields(plan.get('parity')).get('why'), 300)}"

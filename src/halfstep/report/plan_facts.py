@@ -1,31 +1,24 @@
-"""Lay out a plan: its choice, the candidates that were measured, and what the choice means."""
+"""Read a plan again, and say what its choice means."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep import numbers
-from halfstep.page import (
-    Block,
-    Column,
-    Heading,
-    Interval,
-    Intervals,
-    Page,
-    Pairs,
-    Paragraph,
-    Span,
-    Style,
-    Table,
-    charts_of,
-)
-from halfstep.report.json_fields import fields, known, number, rows, setting, text
-from halfstep.report.outlook import Outlook, outlook_of_plan, speed_said
+from pydantic import TypeAdapter
 
-HEADS = ["Candidate", "Speed", "Peak, predicted", "First update", "As fp32 trains", "Passed over because"]
+from halfstep import numbers
+from halfstep.errors import BadData
+from halfstep.measure.conditions import Conditions
+from halfstep.measure.plan.not_measured import NotMeasured
+from halfstep.measure.plan.page import Plan, plan_blocks
+from halfstep.page import Heading, Page, Pairs, Paragraph
+from halfstep.printable import in_line
+from halfstep.report.json_fields import fields, setting, text
+from halfstep.report.outlook import HIGH, LOW, WATCH, Outlook, Risk, less_memory
+from halfstep.report.run_page import outlook_blocks
 
 
 @dataclass(frozen=True)
@@ -33,83 +26,33 @@ class PlanFacts:
     """A plan as `halfstep plan --json` printed it."""
 
     file: Path
+    plan: Plan
     plain: Mapping[str, Any]
 
     @property
     def label(self) -> str:
-        return f"plan for {text(self.plain.get('name'), 120)}"
-
-    @property
-    def choice(self) -> dict[str, Any]:
-        return fields(self.plain.get("choice"))
+        return f"plan for {self.plan.name}"
 
     @property
     def verdict(self) -> str:
         """Return the choice in one sentence."""
-        name = text(self.choice.get("name"), 80)
-        device = text(fields(self.plain.get("device")).get("name"), 120)
-        if not self.plain.get("stay"):
-            return f"Take {name} on {device}: {speed_said(self.choice)}."
-        why = text(fields(self.plain.get("reasons")).get("precision"), 400).removeprefix("stay in fp32: ")
+        plan, name = self.plan, self.plan.choice.name
+        if not plan.stay:
+            return f"Take {name} on {plan.device.name}: {_speed(plan)}."
+        why = plan.reasons.get("precision", "").removeprefix("stay in fp32: ")
         how = "" if name == "fp32" else f" ({name})"
-        return f"Stay in fp32{how} on {device}: {why or 'nothing else was measured'}."
-
-    @property
-    def table(self) -> list[list[str]]:
-        """Return a row for each candidate, the simplest first."""
-        return [_row(cell) for cell in rows(self.plain.get("ladder"))]
-
-    @property
-    def drawing(self) -> Intervals:
-        """Return the speed of each candidate with its interval, next to strict fp32's 1."""
-        laid = []
-        for cell in rows(self.plain.get("ladder")):
-            speed = fields(cell.get("speed"))
-            if speed and cell.get("setting") != self.plain.get("baseline"):
-                low, at, high = (number(speed.get(key)) for key in ("low", "speedup", "high"))
-                # A race gives the interval; whether it holds 1 is the verdict.
-                tone: Style = "good" if low > 1 else "bad" if high < 1 else "warn"
-                verdict = text(speed.get("verdict"), 40) or {"good": "faster", "bad": "slower"}.get(tone, "can't tell")
-                laid.append(Interval(text(cell.get("name"), 80), f"{at:.2f}x", verdict, tone, low, at, high))
-        legend = "dot: median, line: its 95 % interval"
-        return Intervals("Speed", tuple(laid), "times as fast as strict fp32", 1.0, legend=legend)
-
-    def page(self) -> Page:
-        """Return the page of the plan."""
-        from halfstep.report.run_page import outlook_blocks
-
-        blocks: list[Block] = [Paragraph(self.verdict)]
-        if self.plain.get("interrupted"):
-            blocks.append(Paragraph(Span("Interrupted: this is the best of what had been measured.", "warn")))
-        blocks += [Heading("Why"), Pairs(tuple(self.reasons)), Heading("Candidates")]
-        blocks.append(Table(tuple(map(Column, HEADS)), tuple(map(tuple, self.table))))
-        blocks += [*charts_of(self.drawing), *outlook_blocks(self.outlook)]
-        blocks += [Heading("Settings of the plan"), Pairs(tuple(self.changes))]
-        blocks += [Heading("Provenance"), Pairs(tuple(self.provenance))]
-        return Page(self.label, tuple(blocks), str(self.file))
+        return f"Stay in fp32{how} on {plan.device.name}: {why or 'nothing else was measured'}."
 
     @property
     def outlook(self) -> Outlook:
-        return outlook_of_plan(self.plain)
+        return outlook_of_plan(self.plan)
 
-    @property
-    def reasons(self) -> list[tuple[str, str]]:
-        """Return why each part of the choice is as it is, and why the runner-up is not."""
-        why = [(part.capitalize(), text(said, 500)) for part, said in fields(self.plain.get("reasons")).items()]
-        second = text(fields(self.plain.get("runner_up")).get("name"), 80)
-        return [*why, ("Runner-up", f"{second}: {text(self.plain.get('why_not'), 400)}")] if second else why
-
-    @property
-    def changes(self) -> list[tuple[str, str]]:
-        """Return the settings of the recipe that the plan sets."""
-        return [(key, setting(value)) for key, value in fields(self.plain.get("changes")).items()]
-
-    @property
-    def provenance(self) -> list[tuple[str, str]]:
-        """Return the conditions of the measurement."""
-        seconds = number(self.plain.get("seconds"))
-        took = [("Took", numbers.duration(seconds))] if known(seconds) else []
-        return [("File", str(self.file)), *condition_rows(fields(self.plain.get("conditions"))), *took]
+    def page(self) -> Page:
+        """Return the page of the plan, with what its choice means."""
+        changes = tuple((key, setting(value)) for key, value in self.plan.changes.items())
+        settings = (Heading("Settings of the plan"), Pairs(changes))
+        blocks = (Paragraph(self.verdict), *plan_blocks(self.plan), *outlook_blocks(self.outlook), *settings)
+        return Page(self.label, blocks, str(self.file))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can represent."""
@@ -117,24 +60,84 @@ class PlanFacts:
         return {**known_as, "outlook": self.outlook.as_dict(), "plan": dict(self.plain)}
 
 
-def condition_rows(conditions: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the conditions of a measurement in words."""
-    return [(key.capitalize(), _in_words(value)) for key, value in conditions.items()]
+def plan_from(plain: Mapping[str, Any], file: Path) -> PlanFacts:
+    """Return the plan from its JSON; raise BadData where that is not one that `halfstep plan` printed."""
+    try:
+        # The JSON has a device's name and place; its formats have their own key.
+        plan = TypeAdapter(Plan).validate_python({**plain, "device": {**fields(plain.get("device")), "kind": "other"}})
+        missing = Conditions.__annotations__.keys() - plan.conditions.keys()
+        if missing:
+            raise ValueError(f"no {', '.join(sorted(missing))} in its conditions")
+    except ValueError as error:
+        raise BadData(
+            f"{file} is not the result of a plan: {in_line(text(error, 300))}",
+            allowed="the output of `halfstep plan --json`",
+            do="halfstep plan segmentation_tiny --json > plan.json",
+        ) from error
+    return PlanFacts(file, plan, plain)
 
 
-def _in_words(value: object) -> str:
-    listed = ", ".join(f"{key} {inner}" for key, inner in fields(value).items())
-    return listed or setting(value) or "none"
+# -- outlook ----------------------------------------------------------------------------------------------------------
 
 
-def _row(cell: Mapping[str, Any]) -> list[str]:
-    peak, first = number(cell.get("peak")), number(cell.get("first_step"))
-    parity = fields(cell.get("parity"))
-    return [
-        text(cell.get("name"), 80),
-        speed_said({"speed": cell.get("speed")}).replace(" strict fp32", ""),
-        numbers.size(peak) if known(peak) else "not predicted",
-        numbers.duration(first) if known(first) else "not measured",
-        text(parity.get("verdict"), 60) or "not measured",
-        text(cell.get("cut"), 300) or "-",
-    ]
+def outlook_of_plan(plan: Plan) -> Outlook:
+    """Return what the choice of a plan means, from what the plan measured and predicted."""
+    wide = next((cell.peak for cell in plan.ladder if cell.setting == plan.baseline), None)
+    return Outlook(
+        [("Speed", _speed(plan)), ("Memory", _memory(plan, wide))],
+        list(_benefits(plan, wide)),
+        list(_risks(plan)),
+        list(_expectations(plan)),
+    )
+
+
+def _speed(plan: Plan) -> str:
+    if plan.choice.setting == plan.baseline:
+        return "that of strict fp32, which is the choice"
+    return plan.speed_in_words or plan.choice.cut or "not measured"
+
+
+def _memory(plan: Plan, wide: int | None) -> str:
+    peak = plan.choice.peak
+    if peak is None:
+        return "not predicted"
+    if not wide or plan.choice.setting == plan.baseline:
+        return f"{numbers.size(peak)} at the peak of an update, predicted"
+    return less_memory(peak, wide, plan.choice.name)
+
+
+def _benefits(plan: Plan, wide: int | None) -> Iterator[str]:
+    speed, peak = plan.choice.speed, plan.choice.peak
+    if plan.choice.setting == plan.baseline:
+        yield "None over strict fp32, which is the choice: nothing else was measured to be worth it."
+    elif speed is not None and speed.speedup > 1:
+        yield f"Faster: {_speed(plan)}."
+    if peak is not None and wide is not None and peak < wide:
+        yield f"Less memory: {numbers.size(wide - peak)} of {numbers.size(wide)} are free for a larger batch."
+    if plan.growth:
+        yield f"A larger batch: {plan.growth.words}."
+
+
+def _risks(plan: Plan) -> Iterator[Risk]:
+    chosen, parity = plan.choice.setting, plan.parity
+    level = {"holds": LOW, "fails": HIGH}.get(parity.verdict, WATCH)
+    yield Risk("Another result than fp32's", level, f"{parity.verdict}: {parity.why}")
+    ability = plan.formats.get(chosen.precision)
+    if ability is not None and not ability.native:
+        yield Risk(f"{chosen.precision} is not native here", WATCH, ability.reason)
+    if chosen.compile:
+        yield Risk("Compiling", WATCH, "another shape of input is compiled anew, and takes as long as the first step")
+    for cell in plan.ladder:
+        if cell.cut and cell.cut not in list(NotMeasured):
+            yield Risk(f"{cell.name}, passed over", LOW, cell.cut)
+
+
+def _expectations(plan: Plan) -> Iterator[tuple[str, str]]:
+    choice = plan.choice
+    if choice.speed is not None:
+        yield "An update", f"about {numbers.duration(choice.speed.seconds)}"
+    if choice.first_step is not None:
+        yield "The first update", f"{numbers.duration(choice.first_step)}, with what is prepared or compiled in it"
+    if choice.peak is not None:
+        yield "Memory of an update", f"{numbers.size(choice.peak)} of tensors, predicted"
+    yield "Loss", f"beside fp32's: {plan.parity.why}"

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Union
 
 from halfstep.errors import BadData, WrongUse
 from halfstep.files import LARGEST_JSON, read_json
-from halfstep.report.plan_facts import PlanFacts
 from halfstep.report.run_facts import RunFacts, read_run
 from halfstep.train.run_folder import RECIPE
 
 if TYPE_CHECKING:
     from halfstep.report.bench_facts import BenchFacts
+    from halfstep.report.plan_facts import PlanFacts
 
 MOST = 12
 """Runs, benches and plans on one page: more curves cannot be told apart."""
 BENCH = "bench.json"
 ALLOWED = f"the folder of a run (with {RECIPE}) or of a bench (with {BENCH}), or the output of `halfstep plan --json`"
 
-Source = Union[RunFacts, "BenchFacts", PlanFacts]
+Source = Union[RunFacts, "BenchFacts", "PlanFacts"]
 
 
 def read_sources(paths: Sequence[Path]) -> list[Source]:
@@ -63,7 +63,9 @@ def _from_json(path: Path) -> Source:
     if not isinstance(found, dict):
         raise _neither(path, f"is not a JSON object of at most {LARGEST_JSON >> 20} MiB")
     if {"ladder", "choice", "baseline"} <= found.keys():
-        return PlanFacts(path, found)
+        from halfstep.report.plan_facts import plan_from
+
+        return plan_from(found, path)
     if {"rows", "metric", "seeds", "name"} <= found.keys():
         from halfstep.report.bench_facts import bench_from
 

@@ -249,8 +249,8 @@ def _growth(growth: Growth) -> str:
 
 def _ladder(plan: Plan) -> Table:
     titles = ("speed", "interval", "pairs", "update", "memory")
-    numbers = (Column(title, "right", "never") for title in titles)
-    columns = (Column(), Column("setting", wrap="fold"), *numbers, Column("parity", wrap="never"))
+    figures = (Column(title, "right", "never") for title in titles)
+    columns = (Column(), Column("setting", wrap="fold"), *figures, Column("parity", wrap="never"))
     rows = []
     for cell in plan.ladder:
         if cell.speed is not None:
