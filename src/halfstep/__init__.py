@@ -39,7 +39,9 @@ if _typing.TYPE_CHECKING:
     from halfstep.precision.precision import Precision as Precision
     from halfstep.precision.precision import widen as widen
     from halfstep.precision.select import choose_precision as choose_precision
+    from halfstep.report.written import report as report
     from halfstep.runs.fit import fit as fit
+    from halfstep.runs.listing import runs as runs
     from halfstep.runs.load import load as load
     from halfstep.step.ema import Ema as Ema
     from halfstep.step.loss import Counted as Counted
@@ -88,6 +90,8 @@ _HOMES = {
     "load": "runs.load",
     "plan": "measure.plan.plan",
     "profile": "measure.profile.profile",
+    "report": "report.written",
+    "runs": "runs.listing",
     "survival": "measure.survival",
     "widen": "precision.precision",
     "windows": "step.window",

@@ -20,7 +20,7 @@ from halfstep.cli.main import build
 from halfstep.journal.events import Event
 from halfstep.journal.jsonl import JOURNAL, JsonLines, as_line
 from halfstep.runs import listing
-from halfstep.runs.listing import RECIPE, RESULT, STATUS, RunRow, list_runs
+from halfstep.runs.listing import RECIPE, RESULT, STATUS, RunRow, runs
 from halfstep.train import run_folder, status
 from tests.journal.told import end, epoch, start, step, whole_run
 from tests.test_hostile_names import ESCAPE, harmless
@@ -55,7 +55,7 @@ def halfstep(*words: object, width: int = 100) -> Result:
 
 
 def only(folder: Path) -> RunRow:
-    [row] = list_runs(folder, 10).runs
+    [row] = runs(folder, 10).runs
     return row
 
 
@@ -195,7 +195,7 @@ def test_links_pipes_and_damage_are_no_runs_or_harmless(tmp_path: Path) -> None:
     piped = make(folder / "piped", BEGUN)
     os.mkfifo(piped / RESULT)
     os.mkfifo(piped / STATUS)
-    found = list_runs(folder, 10)
+    found = runs(folder, 10)
     assert {row.name: (row.state, row.steps) for row in found.runs} == {
         "damaged": ("killed", None),
         "piped": ("killed", BEGUN[-1]["attempt"]),

@@ -25,9 +25,9 @@ def run(
     json: Json = False,
 ) -> None:
     """List the runs of a folder: state, precision, metric, steps, skips, the time taken and when they wrote last."""
-    from halfstep.runs.listing import list_runs
+    from halfstep.runs.listing import runs
 
-    found = list_runs(folder, most)
+    found = runs(folder, most)
     if json:
         print_json(_as_dict(found))
     else:

@@ -75,11 +75,20 @@ class Listing(NamedTuple):
     """Folders that hold no run."""
 
 
-def list_runs(folder: Path, most: int) -> Listing:
-    """Return the runs in a folder, or the one that it is, the newest first; at most `most`.
+def runs(folder: str | os.PathLike[str] = "runs", most: int = 50) -> Listing:
+    """List the runs of a folder with their state, the newest first.
 
-    Raises BadData for a folder that cannot be read.
+    Args:
+        folder: A folder of runs, or one run.
+        most: Runs to list at most.
+
+    Returns:
+        A row for each run, and how many others there are.
+
+    Raises:
+        BadData: The folder cannot be read.
     """
+    folder = Path(folder)
     try:
         places = [folder] if is_run(folder) else _folders(folder)
     except OSError as error:
@@ -88,9 +97,9 @@ def list_runs(folder: Path, most: int) -> Listing:
             allowed="a folder of runs",
             do="give the folder that holds them, such as the parent of run.dir",
         ) from None
-    runs = sorted(((_written_at(place), place) for place in places if is_run(place)), reverse=True)
-    rows = [_row(place, at) for at, place in runs[:most]]
-    return Listing(folder, rows, len(runs) - len(rows), len(places) - len(runs))
+    found = sorted(((_written_at(place), place) for place in places if is_run(place)), reverse=True)
+    rows = [_row(place, at) for at, place in found[:most]]
+    return Listing(folder, rows, len(found) - len(rows), len(places) - len(found))
 
 
 def is_run(folder: Path) -> bool:

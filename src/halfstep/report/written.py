@@ -1,0 +1,119 @@
+"""`halfstep.report`: write one page about runs, benches and plans."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfstep.errors import StorageFailed, UnknownName, WrongUse, advice
+from halfstep.files import write_text
+from halfstep.report.compare import Comparison, compare
+from halfstep.report.examined import examine as examine_run
+from halfstep.report.html import page_of
+from halfstep.report.markdown import markdown_of
+from halfstep.report.run_facts import RunFacts
+from halfstep.report.sources import Source, read_sources
+from halfstep.terminal import progress
+
+FORMATS = {"html": ".html", "md": ".md"}
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    """A page that was written, and what it is about."""
+
+    reports: tuple[Source, ...]
+    """The runs, benches and plans, in the order given."""
+    file: Path
+    bytes: int
+    comparison: Comparison | None
+    """The comparison of several runs."""
+
+    @property
+    def runs(self) -> list[RunFacts]:
+        """Return those of the reports that are about a run."""
+        return [source for source in self.reports if isinstance(source, RunFacts)]
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether a run of the page is not over."""
+        return any(not run.is_over for run in self.runs)
+
+    def __str__(self) -> str:
+        about = [self.comparison] if self.comparison else self.reports
+        return "\n".join([*(one.verdict for one in about), f"{self.file} ({self.bytes / 1000:,.0f} kB)"])
+
+
+def report(
+    *paths: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    format: str = "html",
+    examine: bool = False,
+    refresh: int | None = None,
+) -> WrittenReport:
+    """Write one page about runs, benches and plans: the verdict, curves, incidents, samples, and where it came from.
+
+    Args:
+        paths: Folders of runs and benches, and files of `halfstep plan --json`; several runs are compared.
+        output: The file to write; if left out, `report.html` in the folder given, or here for several.
+        format: `html`, one file with everything in it, or `md`, for a pull request.
+        examine: Build the runs' models again for formats, headroom, memory and risks, which are kept beside them.
+        refresh: Seconds after which the page of a run that goes on loads itself again.
+
+    Returns:
+        The file, what it is about, and the comparison of several runs.
+
+    Raises:
+        BadData: A path holds none of these, or cannot be read.
+        StorageFailed: The file cannot be written.
+        UnknownName: The format is not known.
+        WrongUse: No path, too many of them, or a folder as the file.
+    """
+    places = [Path(path) for path in paths]
+    file = _file(places, output, format)
+    if examine:
+        for source in read_sources(places):
+            if isinstance(source, RunFacts):
+                with progress("examining", "parts") as on_progress:
+                    examine_run(source.folder, source.chosen, on_progress)
+    sources = read_sources(places)
+    runs = [source for source in sources if isinstance(source, RunFacts)]
+    if all(run.is_over for run in runs):
+        refresh = None
+    page = page_of(sources, refresh=refresh) if format == "html" else markdown_of(sources)
+    try:
+        write_text(file, page)
+    except OSError as error:
+        raise StorageFailed(
+            f"{file} cannot be written: {error.strerror or error}",
+            allowed="a place that this user can write to",
+            do=advice("--output FILE", "output=FILE"),
+        ) from None
+    return WrittenReport(tuple(sources), file, len(page.encode()), compare(runs) if len(runs) > 1 else None)
+
+
+def _file(paths: list[Path], output: str | os.PathLike[str] | None, format: str) -> Path:
+    """Return the file to write; if none is given, beside what the page is about, or here for several."""
+    if format not in FORMATS:
+        raise UnknownName(
+            advice(f"--format {format}", f"format={format!r}"),
+            allowed=", ".join(FORMATS),
+            do=advice("--format html", 'format="html"'),
+        )
+    if not paths:
+        raise WrongUse("a report of nothing", allowed="runs, benches and plans", do="name the folder of a run")
+    if output is None:
+        if len(paths) > 1:
+            return Path(f"report{FORMATS[format]}")
+        path = paths[0]
+        return path / f"report{FORMATS[format]}" if path.is_dir() else path.with_suffix(FORMATS[format])
+    file = Path(output)
+    if file.is_dir():
+        named = file / "report.html"
+        raise WrongUse(
+            f"{advice('--output ', 'output=')}{file} is a folder",
+            allowed="a file",
+            do=advice(f"--output {named}", f'output="{named}"'),
+        )
+    return file
