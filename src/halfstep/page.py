@@ -71,6 +71,22 @@ class Items:
     """A list of short texts."""
 
     rows: tuple[Text, ...]
+    indent: int = 2
+    """Terminal columns by which it is indented outside of a box."""
+    gap: bool = False
+    """Print an empty line above it on the terminal."""
+    wrap: bool = True
+    """Wrap it on the terminal; paths to copy are not wrapped."""
+    dashes: bool = False
+    """Print a dash before each on the terminal, with wrapped lines below the first word."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """Lines to copy as they are, such as a patch or a program."""
+
+    text: str
+    language: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,8 +135,10 @@ class Table:
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Text, ...], ...]
-    indent: int = 0
-    """Terminal columns by which it is indented."""
+    indent: int | None = None
+    """Terminal columns by which it is indented; None means not with titles, and by 2 without."""
+    gap: bool = False
+    """Print an empty line above it on the terminal."""
 
 
 def number_table(first: str, titles: Sequence[str], rows: Sequence[tuple[Text, ...]]) -> Table:
@@ -350,7 +368,7 @@ def charts_of(*found: Chart | None) -> tuple[Charts, ...]:
 # -- page -------------------------------------------------------------------------------------------------------------
 
 Block: TypeAlias = (
-    Heading | Paragraph | Items | Command | Pairs | Table | Box | Details | SideBySide | Pictures | Charts
+    Heading | Paragraph | Items | Code | Command | Pairs | Table | Box | Details | SideBySide | Pictures | Charts
 )
 
 

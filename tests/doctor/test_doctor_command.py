@@ -97,6 +97,32 @@ def test_errors_are_three_lines_and_a_code(words: list[str], code: int) -> None:
     assert "do: " in result.stderr
 
 
+@pytest.mark.parametrize("name", ["doctor.md", "doctor.HTML"])
+@pytest.mark.parametrize("what", [["configs/radio_train_m.yaml", "--accelerate", "default_config.yaml"], ["configs"]])
+def test_the_page_is_written_as_a_document_too(name: str, what: list[str]) -> None:
+    alone = doctor(*what)
+    result = doctor(*what, "--report", name)
+    assert result.exit_code == alone.exit_code
+    assert result.stdout == f"{alone.stdout}\nwritten: {name}\n"
+    text = Path(name).read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>" if name.endswith("HTML") else "## precision")
+    plain = text.replace("\\", "")
+    found = json.loads(doctor(*what, "--json").stdout)
+    for said in (found["status"]["final"], *(finding["id"] for finding in found["findings"])):
+        assert said in plain
+
+
+@pytest.mark.parametrize("name", ["doctor.pdf", "doctor", "doctor.md.txt"])
+def test_other_documents_are_refused_before_anything_is_changed(name: str) -> None:
+    before = Path("configs/radio_train_m.yaml").read_bytes()
+    words = ["configs/radio_train_m.yaml", "--accelerate", "default_config.yaml", "--fix", "bf16", "--report", name]
+    result = doctor(*words)
+    assert result.exit_code == 78
+    assert ".md or .html" in result.stderr
+    assert Path("configs/radio_train_m.yaml").read_bytes() == before
+    assert not Path(name).exists()
+
+
 def test_an_ascii_terminal_gets_words_for_marks() -> None:
     code = "from halfstep.cli.main import main; main()"
     words = [sys.executable, "-c", code, "doctor", "configs/aligned.yaml"]

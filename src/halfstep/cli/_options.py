@@ -16,10 +16,12 @@ from halfstep.cli._completion import recipes, run_folders
 from halfstep.errors import INTERRUPTED, FolderTaken, StorageFailed, WrongUse
 from halfstep.json_data import json_data
 from halfstep.precision.names import read_settings
+from halfstep.printable import in_line
 from halfstep.terminal import say, screen
 
 if TYPE_CHECKING:
     from halfstep.measure.subject import Subject
+    from halfstep.page import Page
     from halfstep.runs.finished import Finished
 
 Report = TypeVar("Report")
@@ -162,6 +164,38 @@ def print_report(report: Report, json: bool, show: Callable[[Report], None]) -> 
         print_json(report)
     else:
         show(report)
+
+
+def show_result(report: object, page: Page, json: bool, file: Path | None = None) -> None:
+    """Write the page to `file` if one is given, then print the report as JSON if it was asked for, else its page."""
+    if file is not None:
+        _write_page(page, file)
+    if json:
+        print_json(report)
+        return
+    from halfstep.draw.terminal import show_page
+
+    show_page(page)
+    if file is not None:
+        say(f"\nwritten: {in_line(file)}")
+
+
+def check_report(file: Path | None) -> None:
+    """Raise `WrongUse` for a document that is neither Markdown nor HTML, before anything is computed or changed."""
+    if file is not None and file.suffix.lower() not in (".md", ".html"):
+        raise WrongUse(f"--report {file}", allowed="a name that ends in .md or .html", do="--report doctor.md")
+
+
+def _write_page(page: Page, file: Path) -> None:
+    from halfstep.draw.html import html_document
+    from halfstep.draw.markdown import write_markdown
+    from halfstep.files import write_text
+
+    with storing(f"{file} cannot be written", allowed="a place that this user can write to", do="--report FILE.md"):
+        if file.suffix.lower() == ".md":
+            write_markdown(page, file)
+        else:
+            write_text(file, html_document([page]))
 
 
 def end(interrupted: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import Command, Json, OnDevice, flag, print_json, print_report, storing
+from halfstep.cli._options import Command, Json, OnDevice, check_report, flag, show_result, storing
 from halfstep.doctor.device_report import DeviceReport, examine
 from halfstep.errors import CONFIGURATION, FolderTaken, WrongUse
 from halfstep.json_data import json_data
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from halfstep.doctor.linking import Run
     from halfstep.doctor.located import LocatedFinding
     from halfstep.doctor.project import Project
-    from halfstep.doctor.project_check import ProjectStatus
+    from halfstep.doctor.project_page import ProjectStatus
 
 GROUP = "Trouble"
 SHOWN = "patch"
@@ -72,6 +72,9 @@ def run(
         Path | None, typer.Option(help="A folder: write its settings as a recipe.", metavar="RECIPE")
     ] = None,
     settings: Annotated[bool, flag("--settings", "A folder: list every setting that was read, too.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the page as a document, too.", metavar="FILE.md|FILE.html")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show what this device can do and which precision fits it; with a RECIPE or a FOLDER, check its settings.
@@ -79,6 +82,7 @@ def run(
     A folder is read file by file: configurations, launch lines, scripts and notebooks. Nothing in it is imported or
     run. The verdict comes first; the exit code is 78 where there is an error outside of tests.
     """
+    check_report(report)
     folder = recipe is not None and Path(recipe).is_dir()
     _refuse_script(recipe)
     if not folder:
@@ -90,27 +94,25 @@ def run(
         _refuse_device_options(device, precision, strict, **{"--fresh": fresh, **tables})
     if recipe is not None and folder:
         _refuse_files(accelerate, deepspeed)
-        _project(recipe, fix, yes, sarif, write, settings, json)
+        _project(recipe, fix, yes, sarif, write, settings, report, json)
     elif recipe or accelerate or deepspeed:
-        _settings(recipe, accelerate, deepspeed, fix, json)
+        _settings(recipe, accelerate, deepspeed, fix, report, json)
     elif fix:
         raise WrongUse("--fix without settings", allowed="--fix NAME after a RECIPE", do="name the file to mend")
     elif formats or gpus or known_bad:
-        _tables(formats, gpus, known_bad, json)
+        _tables(formats, gpus, known_bad, report, json)
     else:
-        _device(examine(device, precision, strict=strict, fresh=fresh), json)
+        _device(examine(device, precision, strict=strict, fresh=fresh), report, json)
 
 
-def _device(found: DeviceReport, json: bool) -> None:
-    from halfstep.cli.pages.layout import show
-
-    print_report(found, json, show)
+def _device(found: DeviceReport, report: Path | None, json: bool) -> None:
+    show_result(found, found.page(), json, report)
     # Scripts can check the exit code before they start a run.
     if any(finding.severity == "error" for finding in found.findings):
         raise typer.Exit(CONFIGURATION)
 
 
-def _tables(formats: bool, gpus: bool, known_bad: bool, json: bool) -> None:
+def _tables(formats: bool, gpus: bool, known_bad: bool, report: Path | None, json: bool) -> None:
     from halfstep.cli.pages import known
     from halfstep.doctor.machine import check_machine, read_machine
 
@@ -119,39 +121,42 @@ def _tables(formats: bool, gpus: bool, known_bad: bool, json: bool) -> None:
         known.gpu_rows() if gpus else None,
         check_machine(read_machine()) if known_bad else None,
     )
-    if json:
-        names = ("formats", "gpus", "known_bad")
-        print_json({name: rows for name, rows in zip(names, found, strict=True) if rows is not None})
-    else:
-        known.show(*found)
+    names = ("formats", "gpus", "known_bad")
+    data = {name: rows for name, rows in zip(names, found, strict=True) if rows is not None}
+    show_result(data, known.known_page(*found), json, report)
 
 
-def _settings(recipe: str | None, accelerate: str | None, deepspeed: str | None, fix: str | None, json: bool) -> None:
-    from halfstep.cli.pages.settings import show
+def _settings(
+    recipe: str | None, accelerate: str | None, deepspeed: str | None, fix: str | None, report: Path | None, json: bool
+) -> None:
     from halfstep.doctor.checkup import check_settings
     from halfstep.doctor.fixing import make_agree
+    from halfstep.doctor.settings_page import settings_page
 
     # Changed first, so that the report shows the settings as they are now.
     changed = make_agree(fix, recipe, accelerate=accelerate, deepspeed=deepspeed) if fix else None
-    report = check_settings(recipe, accelerate=accelerate, deepspeed=deepspeed)
-    if json:
-        print_json(
-            {**json_data(report), **({} if changed is None else {"changed": [edit._asdict() for edit in changed]})}
-        )
-    else:
-        show(report, changed)
-    if not report.status.aligned:
+    found = check_settings(recipe, accelerate=accelerate, deepspeed=deepspeed)
+    data = {**json_data(found), **({} if changed is None else {"changed": [edit._asdict() for edit in changed]})}
+    show_result(data, settings_page(found, changed), json, report)
+    if not found.status.aligned:
         raise typer.Exit(CONFIGURATION)
 
 
 def _project(
-    folder: str, fix: str | None, yes: bool, sarif: Path | None, write: Path | None, settings: bool, json: bool
+    folder: str,
+    fix: str | None,
+    yes: bool,
+    sarif: Path | None,
+    write: Path | None,
+    settings: bool,
+    report: Path | None,
+    json: bool,
 ) -> None:
     """Check a folder; change and write what was asked for first, so that the report shows it as it is now."""
-    from halfstep.cli.pages.project import show
     from halfstep.doctor.fixing import plan_fixes, precision_to_fix
     from halfstep.doctor.patch import ProjectPatch, unified_diff, write_texts
     from halfstep.doctor.project_check import examine_project, report_of
+    from halfstep.doctor.project_page import project_page
 
     patch = None
     if fix:
@@ -162,14 +167,12 @@ def _project(
     project, runs, findings = examine_project(folder)
     if sarif:
         _write_sarif(sarif, project.root, findings, runs)
-    report = report_of(project, runs, findings)
+    found = report_of(project, runs, findings)
     if write:
-        _write_recipe(write, project, runs, report.status)
-    if json:
-        print_json({**json_data(report), **json_data(patch or {}), **({"written": write} if write else {})})
-    else:
-        show(report, patch, write, settings)
-    if not report.status.aligned:
+        _write_recipe(write, project, runs, found.status)
+    data = {**json_data(found), **json_data(patch or {}), **({"written": write} if write else {})}
+    show_result(data, project_page(found, patch, write, settings), json, report)
+    if not found.status.aligned:
         raise typer.Exit(CONFIGURATION)
 
 
@@ -187,7 +190,7 @@ def _write_sarif(file: Path, folder: Path, findings: list[LocatedFinding], runs:
 
 def _write_recipe(file: Path, project: Project, runs: list[Run], status: ProjectStatus) -> None:
     from halfstep.doctor.conversion import to_recipe
-    from halfstep.doctor.project_check import SEVERAL
+    from halfstep.doctor.project_page import SEVERAL
     from halfstep.files import write_text
 
     if file.exists():

@@ -5,59 +5,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from halfstep.doctor import sources as places
 from halfstep.doctor.located import Edit, LocatedFinding, lines_of
 from halfstep.doctor.repairs import line_for
 from halfstep.doctor.settings import FoundSetting, SettingSource, shown
+from halfstep.doctor.settings_page import Conflict, NamedSource, PrecisionStatus, Resolution, SettingsReport
 from halfstep.finding import Finding, Severity
 from halfstep.precision.names import AMP, AMP_MEANS, AUTO, FORMATS, SWITCHES, Settled, read_precision, settle
 from halfstep.recipe.schema import GuardOptions
 
 # -- conflicts --------------------------------------------------------------------------------------------------------
 # Conflicting settings, and the lines that resolve them. Imports no torch.
-
-
-class Resolution(NamedTuple):
-    """One resolution of a conflict: what to write where, and the precision that results."""
-
-    precision: str
-    where: str
-    write: str
-
-    def __str__(self) -> str:
-        # On its own line, so that it can be copied.
-        return f"to run in {self.precision}, write in {self.where}:\n    {self.write}"
-
-
-class Conflict(NamedTuple):
-    """Two settings that cannot both be obeyed."""
-
-    one: FoundSetting
-    other: FoundSetting
-    ways: tuple[Resolution, Resolution]
-
-    @property
-    def finding(self) -> Finding:
-        """Return the conflict as a finding with both resolutions."""
-        evidence = "\n".join(f"{s}  ({s.where}): {s.means}" for s in (self.one, self.other))
-        fix = "\nor: ".join(map(str, self.ways))
-        name = "deepspeed.format_mismatch" if self.is_deepspeed else "settings.precision_mismatch"
-        return Finding(name, "error", f"{evidence}{_together(self)}", fix)
-
-    @property
-    def is_deepspeed(self) -> bool:
-        """Return whether DeepSpeed's file asks for another format than accelerate does, which accelerate refuses."""
-        kinds = {self.one.kind, self.other.kind}
-        return "deepspeed" in kinds and "accelerate" in {self.one.owner, self.other.owner}
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "settings": [self.one.as_dict(), self.other.as_dict()],
-            "ways": [way._asdict() for way in self.ways],
-        }
 
 
 class SettingsVerdict(NamedTuple):
@@ -139,18 +100,6 @@ def _asked_precision(other: FoundSetting, one: FoundSetting, settings: Sequence[
     if asked not in (refused, AUTO):
         return asked
     return "fp32" if refused != "fp32" else "bf16"
-
-
-def _together(conflict: Conflict) -> str:
-    """Return what happens if the conflict stays."""
-    if conflict.is_deepspeed:
-        return "\naccelerate refuses to run where DeepSpeed's file enables another format than accelerate's"
-    kinds = {conflict.one.kind, conflict.other.kind}
-    if kinds == {"accelerate", "environment"}:
-        return "\naccelerate launch puts the file's word in place of the variable; plain python never reads the file"
-    if kinds == {"accelerate", "recipe"}:
-        return "\naccelerate obeys its own file, and the script believes its own: a precision mismatch, with no message"
-    return "\nprecision mismatch: which of the two is obeyed depends on the code that reads them"
 
 
 # -- facts ------------------------------------------------------------------------------------------------------------
@@ -355,40 +304,6 @@ _CHECKS: tuple[Callable[[Lookup], Iterator[Finding]], ...] = (
 
 
 _FULL = ("fp32", "tf32")
-
-
-@dataclass(frozen=True)
-class PrecisionStatus:
-    """The status check of the radio-map guide, in words."""
-
-    aligned: bool
-    precision: str | None
-    """The precision that all settings agree on; None where none speaks of it, or they contradict each other."""
-    amp: str
-    fp16: str
-    learning_rate: str
-    clipping: str
-    nan_handling: str
-    final: str
-
-
-@dataclass(frozen=True)
-class NamedSource:
-    """A file or the environment, as a source of settings."""
-
-    kind: str
-    place: str
-
-
-@dataclass(frozen=True)
-class SettingsReport:
-    """The settings of a recipe, of accelerate, of DeepSpeed and of the environment, compared."""
-
-    sources: list[NamedSource]
-    settings: list[FoundSetting]
-    conflicts: list[Conflict]
-    findings: list[Finding]
-    status: PrecisionStatus
 
 
 def check_settings(

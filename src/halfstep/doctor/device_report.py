@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from halfstep.doctor.located import box_of
+from halfstep.draw.notebook import ShownAsPage
 from halfstep.json_data import JsonResult, json_data
+from halfstep.page import Block, Column, Heading, Page, Pairs, Paragraph, Span, Table
 
 if TYPE_CHECKING:
     from halfstep.doctor.wheel import Build
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     from halfstep.precision.hardware import Device
     from halfstep.precision.probe import Measurements
     from halfstep.precision.select import Choice
+
+_OPERATIONS = ("GEMM", "conv2d", "conv3d")
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class FormatReport:
 
 
 @dataclass(frozen=True)
-class DeviceReport(JsonResult):
+class DeviceReport(JsonResult, ShownAsPage):
     """The abilities of a device, the build of torch, and the precision that fits."""
 
     device: Device
@@ -61,6 +66,55 @@ class DeviceReport(JsonResult):
             "build": self.build.as_dict(),
             "findings": json_data(self.findings),
         }
+
+    def page(self) -> Page:
+        """Return the page about it."""
+        from halfstep.precision.hardware import facts
+
+        build = tuple((key, words) for key, words in self.build.as_dict().items() if key != "torch")
+        return Page(
+            f"halfstep on {self.device.name}",
+            (
+                Heading("Device"),
+                Pairs((("name", self.device.name), *facts(self.device).items())),
+                Heading("Build", "what torch was built for"),
+                Pairs(build),
+                Heading("Formats", _how_measured(self.measured)),
+                _format_table(self.formats),
+                Heading("torch's fp32 switches", "a run sets its own and puts these back"),
+                Pairs(tuple(self.flags.items())),
+                Heading("Choice"),
+                *_choice(self.choice),
+                *map(box_of, self.findings),
+            ),
+        )
+
+
+def _how_measured(found: Measurements) -> str:
+    if not any(found.speedups.values()):
+        return "nothing to measure"
+    source = "kept, see --fresh" if found.cached else f"measured in {found.seconds:.1f} s"
+    how = f", {found.how}" if found.how else ""
+    return f"times strict fp32, with backward{how}; {source}"
+
+
+def _format_table(formats: tuple[FormatReport, ...]) -> Table:
+    columns = [Column(title, wrap="never") for title in ("format", "native")]
+    columns += [Column(title, "right", "never") for title in (*_OPERATIONS, "combined")]
+    rows = []
+    for row in formats:
+        native = Span("yes", "good") if row.native else Span("no", "warn")
+        ratios = (*map(row.speedups.get, _OPERATIONS), row.combined)
+        rows.append((row.name, native, *(f"{ratio:.2f}x" if ratio else "-" for ratio in ratios), row.reason))
+    return Table((*columns, Column("why", wrap="fold")), tuple(rows))
+
+
+def _choice(choice: Choice) -> tuple[Block, ...]:
+    precision = choice.precision
+    asked = f"asked for {choice.asked}" + (f" ({choice.took})" if choice.took else "")
+    verdict = (Span(precision.name, "good", strong=True), f"  {asked}: {precision.summary}")
+    rungs = ((rung.name, "taken" if rung.accepted else "passed over", rung.reason) for rung in choice.rungs)
+    return Paragraph(verdict, indent=True), Table((Column(), Column(), Column()), tuple(rungs), gap=True)
 
 
 def examine(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
+from halfstep.page import Box, finding_box
 
 _LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
@@ -49,6 +50,12 @@ class LocatedFinding(Finding):
         """Return whether it is in a test, which decides nothing about the project."""
         *folders, name = self.file.split("/")
         return bool(_TESTS & set(folders)) or bool(_TEST_FILE.fullmatch(name))
+
+
+def box_of(finding: Finding) -> Box:
+    """Return the box of a finding for a page, with its place if it has one."""
+    place = finding.where if isinstance(finding, LocatedFinding) else ""
+    return finding_box(finding.id, finding.severity, finding.evidence, finding.fix, place)
 
 
 def lines_of(text: str) -> list[str]:

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-from halfstep.doctor.checkup import (
-    Conflict,
-    PrecisionStatus,
-    SettingsVerdict,
-    default_file_note,
-    facts,
-    judge,
-    status_of,
-)
+from halfstep.doctor.checkup import SettingsVerdict, default_file_note, facts, judge, status_of
 from halfstep.doctor.linking import Run, runs_of
 from halfstep.doctor.located import Edit, LocatedFinding, lines_of
 from halfstep.doctor.precedence import ACCELERATE, Provenance
 from halfstep.doctor.project import Project, read_project
+from halfstep.doctor.project_page import SEVERAL, FileCounts, ProjectReport, ProjectStatus, RunReport
 from halfstep.doctor.repairs import edits_for, line_for
 from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource
+from halfstep.doctor.settings_page import Conflict, PrecisionStatus
 from halfstep.doctor.sources import NOT_GIVEN, from_environment
 from halfstep.doctor.sources.reading import LIGHTNING_TRUE
 from halfstep.finding import Finding, Severity
@@ -30,8 +23,6 @@ from halfstep.precision.names import AUTO, precision_names
 
 _SAID_BY_THE_TABLE = frozenset({"accelerate.order", "recipe.not_accelerate"})
 """Notes for a single file; the table of a project says the same, for this project."""
-SEVERAL = "several"
-"""The precision of a project whose runs differ in it."""
 _ORDER: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
 
 
@@ -61,53 +52,6 @@ def examine_project(
         found += [replace(_located(note, run), fix=fix) for note in notes]
     unique = {(f.id, f.file, f.line, f.evidence): f for f in found}
     return project, runs, sorted(unique.values(), key=lambda f: (_ORDER[f.severity], f.file, f.line or 0, f.id))
-
-
-@dataclass(frozen=True)
-class FileCounts:
-    """The files of a project."""
-
-    read: int
-    with_settings: int
-    more: bool
-    """Whether there are more than were read."""
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """A run of a project, and the settings that decide its precision."""
-
-    name: str
-    launched: bool
-    """Whether a launch line starts it."""
-    start: str
-    files: list[str]
-    precision: str | None
-    provenance: list[Provenance]
-
-
-@dataclass(frozen=True)
-class ProjectStatus(PrecisionStatus):
-    """The status check over all runs of a project."""
-
-    unresolved: int
-    """Number of settings whose value is known only in the run."""
-    reason: str
-    """Why it is not aligned; empty if it is."""
-    errors: int
-    runs: int
-
-
-@dataclass(frozen=True)
-class ProjectReport:
-    """The check of a project's folder."""
-
-    folder: Path
-    files: FileCounts
-    settings: list[FoundSetting]
-    runs: list[RunReport]
-    findings: list[LocatedFinding]
-    status: ProjectStatus
 
 
 def report_of(project: Project, runs: Sequence[Run], findings: Sequence[LocatedFinding]) -> ProjectReport:

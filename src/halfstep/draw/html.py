@@ -17,6 +17,7 @@ from halfstep.page import (
     Box,
     Chart,
     Charts,
+    Code,
     Command,
     Details,
     Heading,
@@ -129,6 +130,8 @@ def _block(block: Block) -> str:
             return f"<p>{_text(block.text)}</p>"
         case Items():
             return f'<ul class="plain">{"".join(f"<li>{_text(row)}</li>" for row in block.rows)}</ul>'
+        case Code():
+            return f"<pre><code>{escaped(block.text)}</code></pre>"
         case Command():
             tag = "span" if block.is_prose else "code"
             return f'<div class="do"><b>{escaped(block.lead.strip(" :"))}</b><{tag}>{escaped(block.text)}</{tag}></div>'

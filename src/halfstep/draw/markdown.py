@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from halfstep.draw.svg import write_svg
@@ -12,6 +14,7 @@ from halfstep.page import (
     Block,
     Box,
     Charts,
+    Code,
     Command,
     Curves,
     Details,
@@ -28,10 +31,11 @@ from halfstep.page import (
     plain,
     spans_of,
 )  # fmt: skip
-from halfstep.printable import in_line
+from halfstep.printable import in_line, printable
 
 _SPECIAL = frozenset("\\`*_{}[]<>#|!~&$@")
 """Characters that Markdown, or GitHub's form of it, may take for markup, a mention or a formula."""
+_BACKTICKS = re.compile("`+")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -89,6 +93,11 @@ def _span(span: Span) -> str:
     return f"**{shown}**" if span.strong and shown.strip() == shown and shown else shown
 
 
+def _lines(span: Span) -> str:
+    """Return a span with its line breaks."""
+    return "  \n".join(_span(replace(span, text=line.strip("\r"))) for line in span.text.split("\n"))
+
+
 def _code(text: str) -> str:
     """Return a command in backticks; with characters that end them or that HTML takes for a tag, as escaped text."""
     return escaped(text) if set("`<>|") & set(text) else f"`{in_line(text)}`"
@@ -110,11 +119,14 @@ class _Writer:
                 aside = f": {escaped(block.aside)}" if block.aside else ""
                 return f"{'#' * (block.level + 1)} {escaped(block.text)}{aside}"
             case Paragraph():
-                return _text(block.text)
+                return "".join(_lines(span) for span in spans_of(block.text))
             case Items():
                 return "\n".join(f"- {_text(row)}" for row in block.rows)
+            case Code():
+                fence = "`" * max(3, 1 + max(map(len, _BACKTICKS.findall(block.text)), default=0))
+                return f"{fence}{block.language}\n{printable(block.text).rstrip()}\n{fence}"
             case Command():
-                typed = escaped(block.text) if block.is_prose else _code(block.text)
+                typed = _lines(Span(block.text)) if block.is_prose else _code(block.text)
                 return f"{escaped(block.lead.strip(' $'))} {typed}".strip()
             case Pairs():
                 return _table(["", ""], [[escaped(name), _text(value)] for name, value in block.rows])

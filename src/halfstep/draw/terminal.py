@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Literal
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -16,6 +17,7 @@ from halfstep.page import (
     Block,
     Box,
     Charts,
+    Code,
     Column,
     Command,
     Details,
@@ -30,6 +32,7 @@ from halfstep.page import (
     Text,
     spans_of,
 )  # fmt: skip
+from halfstep.printable import printable
 from halfstep.terminal import screen
 
 _COLORS = {"": "", "dim": "dim", "code": "", "note": "cyan", "good": "green", "warn": "yellow", "bad": "red"}
@@ -37,6 +40,8 @@ _WIDE = 100
 """Terminal columns from which on columns marked `wide` are shown."""
 _BAR = 30
 _INDENT = 2
+_MARKS = {"✅": "OK:", "❌": "NO:"}
+"""Words for marks that a terminal without Unicode cannot print."""
 
 
 def show_page(page: Page, console: Console | None = None) -> None:
@@ -55,7 +60,7 @@ def rich_text(text: Text) -> RichText:
     """Return text with rich's styles."""
     found = RichText()
     for span in spans_of(text):
-        found.append(span.text, style=f"{'bold ' if span.strong else ''}{_COLORS[span.style]}".strip())
+        found.append(printable(span.text), style=f"{'bold ' if span.strong else ''}{_COLORS[span.style]}".strip())
     return found
 
 
@@ -65,7 +70,7 @@ def _show(console: Console, blocks: Sequence[Block], indent: int) -> None:
 
 
 def _show_block(console: Console, block: Block, indent: int) -> None:
-    if isinstance(block, Heading | Box) or (isinstance(block, Paragraph | Command | Pairs) and block.gap):
+    if isinstance(block, Heading | Box) or (isinstance(block, Paragraph | Items | Command | Pairs | Table) and block.gap):
         console.print()
     match block:
         case Heading():
@@ -74,14 +79,17 @@ def _show_block(console: Console, block: Block, indent: int) -> None:
         case Paragraph():
             _print(console, rich_text(block.text), _INDENT if block.indent else indent, wrap=block.wrap)
         case Items():
-            _print(console, RichText("\n").join(map(rich_text, block.rows)), indent or _INDENT)
+            _show_items(console, block, indent or block.indent)
+        case Code():
+            _print(console, RichText(block.text), indent, wrap=False)
         case Command():
             text = rich_text(Span(f"{block.lead}{block.text}", strong=not block.is_prose))
             _print(console, text, indent, wrap=block.is_prose)
         case Pairs():
-            rows = tuple((Span(name, "dim"), value) for name, value in block.rows)
-            columns = (Column(wrap="fold" if block.widest else "words", widest=block.widest), Column())
-            _print(console, _grid(Table(columns, rows)), indent or _INDENT)
+            wrap: Literal["fold", "words"] = "fold" if block.widest else "words"
+            columns = (Column(wrap=wrap, widest=block.widest), Column(wrap=wrap))
+            pairs = Table(columns, tuple((Span(name, "dim"), value) for name, value in block.rows))
+            _print(console, _grid(pairs), indent or _INDENT)
         case Table():
             _show_table(console, block, indent)
         case Box():
@@ -97,22 +105,42 @@ def _show_block(console: Console, block: Block, indent: int) -> None:
 
 
 def _print(console: Console, content: RenderableType, indent: int, *, wrap: bool = True) -> None:
-    if indent:
+    if isinstance(content, RichText) and console.options.ascii_only:
+        for mark, words in _MARKS.items():
+            content = RichText(words).join(content.split(mark)) if mark in content.plain else content
+    if isinstance(content, RichText) and not wrap:  # padding would cut long lines
+        content = RichText("\n").join(
+            RichText(" " * indent).append_text(line) for line in content.split("\n", allow_blank=True)
+        )
+    elif indent:
         content = Padding(content, (0, 0, 0, indent), expand=False)
     console.print(content, soft_wrap=not wrap)
 
 
+def _show_items(console: Console, items: Items, indent: int) -> None:
+    if items.dashes:
+        dashes = RichTable.grid(padding=(0, 1))
+        for row in items.rows:
+            dashes.add_row("-", rich_text(row))
+        _print(console, dashes, indent)
+        return
+    for row in items.rows:
+        _print(console, rich_text(row), indent, wrap=items.wrap)
+
+
 def _show_table(console: Console, table: Table, indent: int) -> None:
-    if not any(column.title for column in table.columns):
-        _print(console, _grid(table), table.indent or indent or _INDENT)
+    has_titles = any(column.title for column in table.columns)
+    indent = table.indent if table.indent is not None else indent or (0 if has_titles else _INDENT)
+    if not has_titles:
+        _print(console, _grid(table), indent)
         return
     shown = {"always", "wide"} if console.width >= _WIDE else {"always"}
     places = [n for n, column in enumerate(table.columns) if column.terminal in shown]
-    _print(console, _ruled(console, table, places), table.indent or indent)
+    _print(console, _ruled(console, table, places), indent)
     second = [n for n, column in enumerate(table.columns) if column.terminal == "second"]
     if second:
         _show_block(console, Heading("More"), indent)
-        _print(console, _ruled(console, table, [places[0], *second]), table.indent or indent)
+        _print(console, _ruled(console, table, [places[0], *second]), indent)
 
 
 def _ruled(console: Console, table: Table, places: Sequence[int]) -> RichTable:

@@ -1,17 +1,13 @@
-"""Print tables of what is known: number formats, GPUs, and what is bad in the installed libraries."""
+"""Tables of what is known: number formats, GPUs, and what is bad in the installed libraries."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from halfstep.cli.pages.layout import heading, indented, pairs, print_finding, ruled_table
+from halfstep.doctor.located import box_of
 from halfstep.finding import Finding
-from halfstep.terminal import screen
+from halfstep.page import Block, Column, Heading, Items, Page, Pairs, Span, Table, Text
 
 _SHOWN = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
 _FOR_AND_AGAINST = {
@@ -90,65 +86,57 @@ def gpu_rows() -> list[GpuRow]:
     return rows
 
 
-def show(
+def known_page(
     formats: Sequence[FormatRow] | None, gpus: Sequence[GpuRow] | None, known_bad: Sequence[Finding] | None
-) -> None:
-    """Print the requested tables."""
-    console = screen()
+) -> Page:
+    """Return the page of the requested tables."""
+    blocks: list[Block] = []
     if formats is not None:
-        _show_formats(formats, console)
+        blocks += _formats(formats)
     if gpus is not None:
-        heading(console, "GPUs", "what auto takes without measuring; halfstep estimate RECIPE --device NAME for memory")
-        console.print(_gpus(gpus, console))
+        aside = "what auto takes without measuring; halfstep estimate RECIPE --device NAME for memory"
+        blocks += [Heading("GPUs", aside), _gpus(gpus)]
     if known_bad is not None:
-        heading(console, "Known to be bad", "in the versions that are installed here")
-        for finding in known_bad:
-            print_finding(console, finding)
+        blocks += [Heading("Known to be bad", "in the versions that are installed here"), *map(box_of, known_bad)]
+    return Page("number formats, GPUs and libraries", tuple(blocks))
 
 
-def _show_formats(rows: Sequence[FormatRow], console: Console) -> None:
-    heading(console, "Formats", "sign, exponent, fraction")
-    table = _table(console, "format", "bits", "s", "e", "f", "range", "above zero", "digits", "counts to")
+def _formats(rows: Sequence[FormatRow]) -> Iterator[Block]:
+    yield Heading("Formats", "sign, exponent, fraction")
+    cells = []
     for row in rows:
-        cells = (row.bits, row.sign, row.exponent, row.fraction, f"±{row.largest:.5g}", f"{row.smallest:.1g}")
-        table.add_row(row.name, *map(str, cells), str(row.digits or "<1"), f"{row.counts_to:,}")
-    console.print(table)
-    console.print()
-    for row in rows:
-        console.print(indented(_bits(row)))
+        figures = (row.bits, row.sign, row.exponent, row.fraction, f"±{row.largest:.5g}", f"{row.smallest:.1g}")
+        cells.append((row.name, *map(str, figures), str(row.digits or "<1"), f"{row.counts_to:,}"))
+    yield _table(("format", "bits", "s", "e", "f", "range", "above zero", "digits", "counts to"), cells)
+    yield Items(tuple(map(_bits, rows)), gap=True)
     for row in rows:
         if row.notes:
-            heading(console, row.name)
-            for note in row.notes:
-                console.print(indented(Text(note)))
-    heading(console, "Mixed precision")
-    console.print(
-        pairs(
-            {
-                "16 bits": "products and convolutions, forward and backward, and what they keep for backward",
-                "fp32": "weights, optimizer state, losses, norms of gradients, sums over processes",
-            }
+            yield Heading(row.name)
+            yield Items(row.notes)
+    yield Heading("Mixed precision")
+    yield Pairs(
+        (
+            ("16 bits", "products and convolutions, forward and backward, and what they keep for backward"),
+            ("fp32", "weights, optimizer state, losses, norms of gradients, sums over processes"),
         )
     )
 
 
 def _bits(row: FormatRow) -> Text:
     """Return one letter per bit, so that formats can be compared below each other."""
-    text = Text(f"{row.name:<9}", style="dim")
-    text.append("s", style="bold").append("e" * row.exponent, style="cyan")
-    return text.append("f" * row.fraction, style="green")
+    letters = (Span("s", strong=True), Span("e" * row.exponent, "note"), Span("f" * row.fraction, "good"))
+    return (Span(f"{row.name:<9}", "dim"), *letters)
 
 
-def _gpus(rows: Sequence[GpuRow], console: Console) -> Table:
-    table = _table(console, "--device", "GPU", "memory", "native", "choose")
-    for row in rows:
-        native = " ".join(row.native) or "-"
-        table.add_row(row.id, row.name, f"{row.gib:.0f} GiB", native, Text(row.precision, style="green"))
-    return table
+def _gpus(rows: Sequence[GpuRow]) -> Table:
+    cells = [
+        (row.id, row.name, f"{row.gib:.0f} GiB", " ".join(row.native) or "-", Span(row.precision, "good"))
+        for row in rows
+    ]
+    return _table(("--device", "GPU", "memory", "native", "choose"), cells)
 
 
-def _table(console: Console, *titles: str) -> Table:
-    table = ruled_table(console)
-    for title in titles:
-        table.add_column(title, overflow="fold", no_wrap=title in ("format", "--device", "choose", "memory"))
-    return table
+def _table(titles: Sequence[str], rows: Iterable[tuple[Text, ...]]) -> Table:
+    unbroken = ("format", "--device", "choose", "memory")
+    columns = (Column(title, wrap="never" if title in unbroken else "fold") for title in titles)
+    return Table(tuple(columns), tuple(rows))

@@ -1,0 +1,198 @@
+"""The result of a check of a project's folder, and its page: the verdict, the findings, and who wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from halfstep.doctor.located import LocatedFinding, box_of
+from halfstep.doctor.patch import ProjectPatch
+from halfstep.doctor.precedence import Provenance
+from halfstep.doctor.settings import FoundSetting, shown
+from halfstep.doctor.settings_page import PrecisionStatus
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.numbers import several
+from halfstep.page import Block, Box, Code, Column, Heading, Items, Page, Paragraph, Span, Table
+from halfstep.printable import in_line
+
+SEVERAL = "several"
+"""The precision of a project whose runs differ in it."""
+_MOST_ROWS = 60
+"""Settings that a page shows; --json has all of them."""
+_MOST_PLACES = 10
+"""Places of one finding that a page shows; --json has all of them."""
+_START = {"accelerate": "accelerate launch", "fabric": "fabric run", "python": "python or torchrun"}
+_ASIDE = frozenset({"distributed_type", "gpu_ids", "zero_optimization.stage", "deepspeed_config.zero_stage"})
+"""Keys that say nothing of precision; --json has them."""
+_SETTING_WIDTHS = {"where": 28, "setting": 30, "means": None}
+_IN_EVERY_FILE = ("code.", "checkpoint.", "accelerate.", "lightning.", "deepspeed.")
+"""Findings whose advice is the same wherever they stand."""
+
+
+@dataclass(frozen=True)
+class FileCounts:
+    """The files of a project."""
+
+    read: int
+    with_settings: int
+    more: bool
+    """Whether there are more than were read."""
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A run of a project, and the settings that decide its precision."""
+
+    name: str
+    launched: bool
+    """Whether a launch line starts it."""
+    start: str
+    files: list[str]
+    precision: str | None
+    provenance: list[Provenance]
+
+
+@dataclass(frozen=True)
+class ProjectStatus(PrecisionStatus):
+    """The status check over all runs of a project."""
+
+    unresolved: int
+    """Number of settings whose value is known only in the run."""
+    reason: str
+    """Why it is not aligned; empty if it is."""
+    errors: int
+    runs: int
+
+
+@dataclass(frozen=True)
+class ProjectReport(ShownAsPage):
+    """The check of a project's folder."""
+
+    folder: Path
+    files: FileCounts
+    settings: list[FoundSetting]
+    runs: list[RunReport]
+    findings: list[LocatedFinding]
+    status: ProjectStatus
+
+    def page(self) -> Page:
+        """Return the page about it."""
+        return project_page(self)
+
+
+# -- page -------------------------------------------------------------------------------------------------------------
+
+
+def project_page(
+    report: ProjectReport, patch: ProjectPatch | None = None, written: Path | None = None, settings: bool = False
+) -> Page:
+    """Return the page of a check, with what was asked for: a patch, a recipe, the settings."""
+    blocks = [*_verdict(report), *_findings(report.findings), *_in_tests(report.findings)]
+    blocks += [block for run in report.runs for block in _who_wins(run)]
+    if settings:
+        rows = [row for row in report.settings if row.key not in _ASIDE]
+        blocks += [Heading("Settings", "" if rows else "none of them speaks of precision"), _settings(rows)]
+    if patch is not None:
+        blocks += _patch(patch)
+    if written is not None:
+        blocks.append(Heading("Recipe", str(written)))
+    return Page(f"precision in {report.folder}", tuple(blocks))
+
+
+def _verdict(report: ProjectReport) -> tuple[Block, ...]:
+    status, files = report.status, report.files
+    why = f" ({status.reason})" if status.reason else ""
+    more = ", and more that were not" if files.more else ""
+    counted = f"{report.folder}: {several(files.read, 'file')} looked at{more}, {files.with_settings} with settings"
+    numbers = {"learning rate": status.learning_rate, "clipping": status.clipping}
+    lines = [f"precision: {_precision(status)}"]
+    lines += [f"{name}: {words}" for name, words in numbers.items() if words != "not set"]
+    return (
+        Paragraph(Span(status.final + why, "good" if status.aligned else "bad", strong=True)),
+        Items((Span(counted, "dim"), *lines)),
+    )
+
+
+def _precision(status: ProjectStatus) -> str:
+    if not status.aligned:
+        return status.amp
+    silent = "what decides is known only in the run" if status.unresolved else "nothing speaks of it"
+    known = {None: silent, "auto": "the device decides", SEVERAL: status.amp}
+    return known.get(status.precision, f"everything asks for {status.precision}")
+
+
+def _same(one: LocatedFinding, other: LocatedFinding) -> bool:
+    same_words = one.id.startswith(_IN_EVERY_FILE) or one.evidence == other.evidence
+    return one.id == other.id and one.severity == other.severity and same_words
+
+
+def _findings(findings: Sequence[LocatedFinding]) -> Iterator[Box]:
+    """Yield each finding outside of tests once, with all of its places."""
+    for finding in findings:
+        places = [other for other in findings if _same(finding, other) and not other.in_tests]
+        if finding.in_tests or places[0] is not finding:
+            continue
+        box = box_of(finding)
+        if len(places) > 1:
+            more = [f"and {len(places) - _MOST_PLACES} more: see --json"] if len(places) > _MOST_PLACES else []
+            named = (other.where for other in places[:_MOST_PLACES])
+            listed = (Paragraph(f"in {len(places)} places:"), Items((*named, *more), wrap=False))
+            box = replace(box, blocks=(*box.blocks, *listed))
+        yield box
+
+
+def _in_tests(findings: Sequence[LocatedFinding]) -> Iterator[Block]:
+    places: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.in_tests:
+            places.setdefault(finding.id, []).append(finding.where)
+    if places:
+        yield Heading("In tests", "these decide nothing")
+        more = {name: f" and {len(found) - 1} more" if len(found) > 1 else "" for name, found in places.items()}
+        yield Items(tuple(f"{name}  {found[0]}{more[name]}" for name, found in places.items()), wrap=False)
+
+
+def _settings(rows: Sequence[FoundSetting]) -> Table:
+    columns = tuple(Column(title, wrap="fold", widest=widest) for title, widest in _SETTING_WIDTHS.items())
+    cells = [(_place(row), f"{row.key} = {shown(row.value)}", row.means) for row in rows[:_MOST_ROWS]]
+    if len(rows) > _MOST_ROWS:
+        cells.append(("", "", f"and {len(rows) - _MOST_ROWS} more: see --json"))
+    return Table(columns, tuple(cells))
+
+
+def _who_wins(run: RunReport) -> Iterator[Block]:
+    if not any(row.overrode or row.unread for row in run.provenance):
+        return
+    started = f"started by {_START[run.start]}"
+    yield Heading("Who wins", f"{run.name}, {started}" if run.launched else f"no launch line, taken to be {started}")
+    columns = [Column(title, wrap="never") for title in ("tool", "runs in")]
+    columns += [Column(title, wrap="fold") for title in ("because of", "over")]
+    rows = []
+    for row in run.provenance:
+        losers = [*map(_placed, row.overrode), *(f"{_placed(s)}, not read" for s in row.unread)]
+        because = "\n".join(map(_placed, row.winners)) or "nothing: its default"
+        rows.append((row.tool, row.precision, because, "\n".join(losers) or "-"))
+    yield Table(tuple(columns), tuple(rows))
+
+
+def _placed(setting: FoundSetting) -> str:
+    return f"{setting.key} = {shown(setting.value)} ({_place(setting)})"
+
+
+def _place(setting: FoundSetting) -> str:
+    return f"{setting.place}:{setting.line}" if setting.line else setting.place
+
+
+def _patch(patch: ProjectPatch) -> Iterator[Block]:
+    yield Heading("Patch", "" if patch.patch else "none: no finding has an edit")
+    if patch.patch:
+        yield Code(patch.patch, "diff")
+    if patch.refused:
+        words = "settings are left alone, because no edit ends in settings that agree; --fix NAME decides:"
+        yield Paragraph(in_line(f"{words}\n{patch.refused}"), indent=True)
+    if patch.files_modified is not None:
+        files = ", ".join(patch.files_modified) or "none"
+        yield Paragraph(in_line(f"Files modified: {files}"), indent=True)
+    elif patch.patch:
+        yield Paragraph("apply it with --fix --yes", indent=True)

@@ -1,0 +1,167 @@
+"""The result of a check of settings, and its page: sources, settings, findings, and the verdict last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from halfstep.doctor.located import Edit, box_of
+from halfstep.doctor.settings import FoundSetting, shown
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.finding import Finding
+from halfstep.page import Block, Column, Heading, Items, Page, Pairs, Paragraph, Span, Table
+from halfstep.printable import in_line
+
+_KEY_WIDTH = 32
+"""The width of the longest variable, which should not be wrapped."""
+
+
+class Resolution(NamedTuple):
+    """One resolution of a conflict: what to write where, and the precision that results."""
+
+    precision: str
+    where: str
+    write: str
+
+    def __str__(self) -> str:
+        # On its own line, so that it can be copied.
+        return f"to run in {self.precision}, write in {self.where}:\n    {self.write}"
+
+
+class Conflict(NamedTuple):
+    """Two settings that cannot both be obeyed."""
+
+    one: FoundSetting
+    other: FoundSetting
+    ways: tuple[Resolution, Resolution]
+
+    @property
+    def finding(self) -> Finding:
+        """Return the conflict as a finding with both resolutions."""
+        evidence = "\n".join(f"{s}  ({s.where}): {s.means}" for s in (self.one, self.other))
+        fix = "\nor: ".join(map(str, self.ways))
+        name = "deepspeed.format_mismatch" if self.is_deepspeed else "settings.precision_mismatch"
+        return Finding(name, "error", f"{evidence}{_together(self)}", fix)
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Return whether DeepSpeed's file asks for another format than accelerate does, which accelerate refuses."""
+        kinds = {self.one.kind, self.other.kind}
+        return "deepspeed" in kinds and "accelerate" in {self.one.owner, self.other.owner}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "settings": [self.one.as_dict(), self.other.as_dict()],
+            "ways": [way._asdict() for way in self.ways],
+        }
+
+
+def _together(conflict: Conflict) -> str:
+    """Return what happens if the conflict stays."""
+    if conflict.is_deepspeed:
+        return "\naccelerate refuses to run where DeepSpeed's file enables another format than accelerate's"
+    kinds = {conflict.one.kind, conflict.other.kind}
+    if kinds == {"accelerate", "environment"}:
+        return "\naccelerate launch puts the file's word in place of the variable; plain python never reads the file"
+    if kinds == {"accelerate", "recipe"}:
+        return "\naccelerate obeys its own file, and the script believes its own: a precision mismatch, with no message"
+    return "\nprecision mismatch: which of the two is obeyed depends on the code that reads them"
+
+
+@dataclass(frozen=True)
+class PrecisionStatus:
+    """The status check of the radio-map guide, in words."""
+
+    aligned: bool
+    precision: str | None
+    """The precision that all settings agree on; None where none speaks of it, or they contradict each other."""
+    amp: str
+    fp16: str
+    learning_rate: str
+    clipping: str
+    nan_handling: str
+    final: str
+
+
+@dataclass(frozen=True)
+class NamedSource:
+    """A file or the environment, as a source of settings."""
+
+    kind: str
+    place: str
+
+
+@dataclass(frozen=True)
+class SettingsReport(ShownAsPage):
+    """The settings of a recipe, of accelerate, of DeepSpeed and of the environment, compared."""
+
+    sources: list[NamedSource]
+    settings: list[FoundSetting]
+    conflicts: list[Conflict]
+    findings: list[Finding]
+    status: PrecisionStatus
+
+    def page(self) -> Page:
+        """Return the page about it."""
+        return settings_page(self)
+
+
+# -- page -------------------------------------------------------------------------------------------------------------
+
+
+def settings_page(report: SettingsReport, changed: Sequence[Edit] | None = None) -> Page:
+    """Return the page of a check with the lines that --fix changed, if it was given; the verdict is last."""
+    blocks: list[Block] = [Heading("Sources"), Pairs(tuple((one.kind, one.place) for one in report.sources))]
+    blocks.append(Heading("Settings", "" if report.settings else "none of them speaks of precision"))
+    if report.settings:
+        blocks.append(_settings(report.settings))
+    blocks += map(box_of, report.findings)
+    if changed is not None:
+        blocks += _changes(changed)
+    files = ", ".join(one.place for one in report.sources if one.kind != "environment")
+    return Page(f"precision settings of {files}", (*blocks, *_status(report.status)))
+
+
+def _settings(rows: Sequence[FoundSetting]) -> Table:
+    widest = max(len(row.key) for row in rows)
+    key = Column("key", wrap="never" if widest <= _KEY_WIDTH else "fold")
+    columns = (Column("source", wrap="never"), key, Column("value", wrap="fold"), Column("means", wrap="fold"))
+    sources = (f"{row.kind}:{row.line}" if row.line else row.kind for row in rows)
+    return Table(
+        columns,
+        tuple((source, row.key, shown(row.value), row.means) for source, row in zip(sources, rows, strict=True)),
+    )
+
+
+def _changes(changes: Sequence[Edit]) -> list[Block]:
+    blocks: list[Block] = [Heading("Changes applied", "" if changes else "none: nothing contradicts")]
+    for change in changes:
+        lines = f"{shown(change.file)}, line {change.line}\n- {change.before}\n+ {change.after}"
+        blocks.append(Paragraph(in_line(lines), indent=True))
+    files = dict.fromkeys(change.file for change in changes)
+    if files:
+        blocks.append(Paragraph(in_line(f"Files modified: {', '.join(files)}"), indent=True))
+    return blocks
+
+
+def _status(status: PrecisionStatus) -> tuple[Block, ...]:
+    """Return the status check of the radio-map guide: one verdict, and what it rests on."""
+    known = {None: "nothing speaks of precision", "auto": "the device decides"}
+    what = known.get(status.precision, f"everything asks for {status.precision}")
+    verdict = Span("❌ Configuration is not aligned: precision mismatch", "bad")
+    if status.aligned:
+        verdict = Span(f"✅ Configuration is properly aligned: {what}", "good")
+    lines = {
+        "AMP": status.amp,
+        "FP16": status.fp16,
+        "Learning Rate": status.learning_rate,
+        "Gradient Clipping": status.clipping,
+        "NaN Handling": status.nan_handling,
+        "Final Status": status.final,
+    }
+    return (
+        Paragraph(Span("=== Configuration Status Check ===", strong=True), gap=True),
+        Paragraph(verdict),
+        Items(tuple(f"{name}: {words}" for name, words in lines.items()), indent=3),
+    )
