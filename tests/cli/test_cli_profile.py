@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from halfstep.cli.main import build
-from halfstep.cli.pages import profile
+from halfstep.draw.terminal import show_page
 from halfstep.measure.conditions import Conditions
 from halfstep.measure.profile.causes import find_causes, verdict
 from halfstep.measure.profile.examined import MeasuredFacts
 from halfstep.measure.profile.facts import Feeding, FlopsByFormat, Kernels, MisalignedLayer, ProfileFacts, StepTimes
-from halfstep.measure.profile.profile import Profile
+from halfstep.measure.profile.page import Profile
 from halfstep.measure.profile.profile import _ChildProcess as away
 
 CASE = "tests.support.cases:linear"
@@ -43,7 +43,7 @@ def run(*words: str) -> Any:
 def page(facts: ProfileFacts, capsys: pytest.CaptureFixture[str], **more: Any) -> list[str]:
     cause = verdict(facts)
     others = tuple(one for one in find_causes(facts) if one != cause)
-    profile.show(Profile(facts, cause, others, CONDITIONS, **more))
+    show_page(Profile(facts, cause, others, CONDITIONS, **more).page())
     return capsys.readouterr().out.splitlines()
 
 
@@ -83,7 +83,7 @@ def test_one_pair_is_no_speed_on_the_page_and_a_busy_machine_is_told(capsys: pyt
     assert "1.82x" not in text
     assert "other work disturbs" not in text
     cause = verdict(FACTS)
-    profile.show(Profile(FACTS, cause, (), {**CONDITIONS, "load": 7.5}))
+    show_page(Profile(FACTS, cause, (), {**CONDITIONS, "load": 7.5}).page())
     assert "other work disturbs" in " ".join(capsys.readouterr().out.split())
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._options import TAKES_SETTINGS, Json, OnDevice, RecipeOrCase, end, print_report, subject
+from halfstep.cli._options import TAKES_SETTINGS, Json, OnDevice, RecipeOrCase, end, show_result, subject
 from halfstep.terminal import progress
 
 GROUP = "Trouble"
@@ -25,10 +25,9 @@ def run(
 ) -> None:
     """Explain a missing speed-up: where a step's time goes, one cause, and one command to run."""
     examined = subject(recipe, context.args)
-    from halfstep.cli.pages.profile import show
     from halfstep.measure.profile.profile import profile
 
     with progress("profiling", "%") as on_progress:
         found = profile(examined, precision=precision, seconds=seconds, device=device, progress=on_progress)
-    print_report(found, json, show)
+    show_result(found, found.page(), json)
     end(found.interrupted)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from halfstep.errors import WrongUse
-from halfstep.json_data import JsonResult
 from halfstep.measure.case import Case, LossFunction
 from halfstep.measure.conditions import Conditions
-from halfstep.measure.profile.causes import Cause, find_causes, verdict
+from halfstep.measure.profile.causes import find_causes, verdict
 from halfstep.measure.profile.examined import STAGES, Examined, MeasuredFacts
 from halfstep.measure.profile.facts import ProfileFacts, read_facts
+from halfstep.measure.profile.page import Profile
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, Subject, subject_of
 from halfstep.measure.worker_process import CandidateFailed, CandidateProcess
@@ -23,29 +23,6 @@ from halfstep.precision.names import AUTO, read_precision
 from halfstep.status_line import OnProgress
 
 _WHOLE = 100
-
-
-@dataclass(frozen=True)
-class Profile(JsonResult):
-    """The parts of a step's time, the cause of a missing speed-up, and its remedy."""
-
-    facts: ProfileFacts
-    cause: Cause
-    others: tuple[Cause, ...]
-    """Causes that explain less."""
-    conditions: Conditions
-    interrupted: bool = False
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    """Stages that could not be measured, and why."""
-    json_keys = ("subject", "cause", "others", "facts", "skipped", "conditions", "interrupted")
-
-    @property
-    def subject(self) -> str:
-        """Return the arguments of the command; empty for objects in Python."""
-        return " ".join(self.facts.subject)
-
-    def __str__(self) -> str:
-        return f"{self.cause.id}: {self.cause.sentence}\n  do: {self.cause.do}\n  $ {self.cause.command}"
 
 
 def profile(

@@ -1,0 +1,127 @@
+"""The result of a profile, and its page: the cause and the command to type, then where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from halfstep.clock import FEWEST_FOR_INTERVAL
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.json_data import JsonResult
+from halfstep.measure.conditions import Conditions, busy, in_words
+from halfstep.measure.profile.causes import Cause
+from halfstep.measure.profile.facts import PARTS, MisalignedLayer, ProfileFacts, StepTimes
+from halfstep.measure.profile.next_command import layers
+from halfstep.numbers import duration, several
+from halfstep.page import Bar, Bars, Block, Charts, Command, Heading, Page, Pairs, Paragraph, Piece, Span
+
+_FINE = "already-fast"
+_NAME_WIDTH = 34
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Profile(JsonResult, ShownAsPage):
+    """The parts of a step's time, the cause of a missing speed-up, and its remedy."""
+
+    facts: ProfileFacts
+    cause: Cause
+    others: tuple[Cause, ...]
+    """Causes that explain less."""
+    conditions: Conditions
+    interrupted: bool = False
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Stages that could not be measured, and why."""
+    json_keys = ("subject", "cause", "others", "facts", "skipped", "conditions", "interrupted")
+
+    @property
+    def subject(self) -> str:
+        """Return the arguments of the command; empty for objects in Python."""
+        return " ".join(self.facts.subject)
+
+    def page(self) -> Page:
+        """Return the page about it."""
+        facts, cause = self.facts, self.cause
+        blocks: list[Block] = []
+        if self.interrupted:
+            blocks.append(Paragraph(Span("interrupted: this is what was measured until then", "warn")))
+        verdict = Span(cause.id, "good" if cause.id == _FINE else "warn", strong=True)
+        blocks += [Paragraph((verdict, f": {cause.sentence}")), Paragraph(f"do: {cause.do}", indent=True)]
+        blocks.append(Command(cause.command))
+        if cause.evidence:
+            blocks += [Heading("What shows it"), Paragraph(cause.evidence, indent=True)]
+        blocks += [*_speed(facts), *_shares(facts), *_layers(facts)]
+        also = {cause.id: cause.sentence for cause in self.others}
+        also |= {f"not measured: {name}": why for name, why in self.skipped.items()}
+        if also:
+            blocks += [Heading("Also"), _pairs(also)]
+        if self.conditions:
+            blocks += [Heading("Conditions"), Paragraph(Span(in_words(self.conditions), "dim"), indent=True)]
+            if warning := busy(self.conditions):
+                blocks.append(Paragraph(Span(warning, "warn"), indent=True))
+        return Page(f"profile of {self.subject or 'a step'}", tuple(blocks))
+
+
+def _pairs(rows: Mapping[str, str]) -> Pairs:
+    return Pairs(tuple(rows.items()), widest=_NAME_WIDTH)
+
+
+def _speed(facts: ProfileFacts) -> Iterator[Block]:
+    race = facts.race
+    if race is None:
+        return
+    rows = {"strict fp32": duration(race.fp32)}
+    if race.own_fp32 is not None:
+        rows[f"fp32 as set here ({facts.fp32_means})"] = duration(race.own_fp32)
+    if facts.asked != "fp32":
+        rows[facts.asked] = f"{duration(race.asked)}, {_gain(race)}"
+    feeding = facts.feeding
+    if feeding is not None:
+        rows["with data"] = f"{duration(feeding.step)}, of which {duration(feeding.wait)} waiting"
+        if facts.with_data is not None:
+            rows["speed-up with data"] = f"{facts.with_data:.2f}x"
+    if facts.ceiling is not None:
+        rows["ceiling"] = f"{facts.ceiling:.2f}x if matrix work took no time at all"
+    yield Heading("Speed", "a step on a fixed batch")
+    yield _pairs(rows)
+
+
+def _gain(race: StepTimes) -> str:
+    # Fewer pairs have no confidence interval.
+    if race.pairs < FEWEST_FOR_INTERVAL:
+        return f"not measured well enough: {several(race.pairs, 'pair')}"
+    interval = f"{race.low:.2f}-{race.high:.2f}x over {several(race.pairs, 'pair')}"
+    return f"{race.speedup:.2f}x of strict fp32 ({interval})"
+
+
+def _shares(facts: ProfileFacts) -> Iterator[Block]:
+    if not facts.shares:
+        return
+    bars = []
+    for part, words in PARTS.items():
+        share = facts.shares.get(part, 0.0)
+        if part == "narrow" and facts.format in ("bf16", "fp16"):
+            words = f"matrix work in {facts.format}"
+        bars.append(Bar(words, f"{share:.0%}", (Piece("share", share),)))
+    yield Heading("Where a step's time goes", f"in {facts.asked}")
+    yield Charts((Bars("share of a step", tuple(bars), whole=1.0),), terminal=True)
+
+
+def _layers(facts: ProfileFacts) -> Iterator[Block]:
+    work = facts.work
+    if facts.format not in ("fp32", "tf32") and work and work.total:
+        shares = {name: flops / work.total for name, flops in list(work.wide.items())[:_SHOWN]}
+        shown = {name: f"{share:.0%}" for name, share in shares.items() if share >= 0.01}
+        if shown:
+            yield Heading("Modules that still compute in fp32", "share of FLOPs")
+            yield _pairs(shown)
+    if facts.misaligned:
+        yield Heading("Channels that are no multiple of 8", "forward and backward, as is and padded")
+        yield _pairs({layers(row.names, row.kind): _padding(row) for row in facts.misaligned})
+
+
+def _padding(row: MisalignedLayer) -> str:
+    return (
+        f"{row.channels} {duration(row.seconds)}, {row.padded} {duration(row.padded_seconds)}: "
+        f"{row.low:.2f}-{row.high:.2f}x; {row.flops_share:.0%} of the FLOPs"
+    )
