@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._options import Json, print_json
+from halfstep.cli._options import Json, print_json, show_result
 from halfstep.errors import DATA, WrongUse, unknown_name
 from halfstep.terminal import progress, say
 
@@ -59,25 +59,20 @@ def _check(folder: str, task: str | None, masks: Path | None, classes: int | Non
     with progress("reading", "files") as on_progress:
         report = check(layout, on_progress, classes)
     words = ["halfstep", "train", report.recipe, "--data_dir", folder, *(["--masks", str(masks)] if masks else [])]
-    if json:
-        print_json({**report.as_dict(), "next": shlex.join(words)})
-    else:
-        from halfstep.cli.pages.data import show
+    from halfstep.cli.pages.data import check_page
 
-        show(report, shlex.join(words))
+    following = shlex.join(words)
+    show_result({**report.as_dict(), "next": following}, check_page(report, following), json)
     if not report.ok:
         raise typer.Exit(DATA)
 
 
 def _list(json: bool) -> None:
-    from halfstep.cli.pages.data import DataSet, show_sets
+    from halfstep.cli.pages.data import DataSet, sets_page
     from halfstep.data.sets.getting import is_here, known_sets
 
     sets = [DataSet(name, one.ABOUT, is_here(name)) for name, one in known_sets().items()]
-    if json:
-        print_json({"sets": sets})
-    else:
-        show_sets(sets)
+    show_result({"sets": sets}, sets_page(sets), json)
 
 
 def _get(name: str, json: bool) -> None:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli._options import Json, OwnTask, RunFolder, print_report, refuse_taken, storing
+from halfstep.cli._options import Json, OwnTask, RunFolder, refuse_taken, show_result, storing
 from halfstep.errors import FolderTaken, WrongUse, unknown_name
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
-    from halfstep.runs.export import Exported, ExportReport
+    from halfstep.runs.export import Exported
+    from halfstep.runs.export_page import ExportReport
 
 GROUP = "Files"
 FILE = "export"
@@ -70,9 +71,8 @@ def run(
     from halfstep.runs.registry import task_from_file
 
     found = exported(folder, weights, ema, task_from_file(task)[0] if task else None)
-    from halfstep.cli.pages.export import show
-
-    print_report(write(found, folder, file, kind), json, show)
+    report = write(found, folder, file, kind)
+    show_result(report, report.page(), json)
 
 
 def _layout(
@@ -95,7 +95,6 @@ def _layout(
     from halfstep.train.run_folder import recipe_in
 
     recipe_in(folder)
-    from halfstep.cli.pages.export import show_layout
     from halfstep.runs.registry import task_from_file
     from halfstep.runs.sharded_export import bytes_in, export_layout
 
@@ -106,14 +105,14 @@ def _layout(
         do="give --out FOLDER, in a place of your own",
     ):
         report = export_layout(folder, out, most, weights, ema, task_from_file(task)[0] if task else None)
-    print_report(report, json, show_layout)
+    show_result(report, report.page(), json)
 
 
 def write(found: Exported, run: Path, file: Path, format: str) -> ExportReport:
     """Write the file, verify it against the model, and return a report."""
     from halfstep._version import __version__
-    from halfstep.runs.export import ExportedMetric, ExportReport
     from halfstep.runs.export import write as write_checked
+    from halfstep.runs.export_page import ExportedMetric, ExportReport
     from halfstep.runs.snippet import snippet
 
     signature = found.signature()

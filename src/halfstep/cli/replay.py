@@ -14,7 +14,7 @@ from halfstep.json_data import json_data
 
 if TYPE_CHECKING:
     from halfstep.checkpoint.paths import CheckpointDir
-    from halfstep.runs.replay import FailedStepList, ReplayReport
+    from halfstep.runs.replay_page import FailedStepList, ReplayReport
     from halfstep.train.failed_steps.reading import Record
 
 GROUP = "Trouble"
@@ -38,15 +38,15 @@ def run(
     json: Json = False,
 ) -> None:
     """Run a failed step again: name the operation that produced its NaN, whether precision caused it, and the fix."""
-    from halfstep.cli.pages import replay as page
+    from halfstep.draw.terminal import show_page
 
     run_folder, found = _recorded(folder)
     if list or not found:
         listing = _listing(run_folder, found)
-        _print_json(listing) if json else page.show_list(listing)
+        _print_json(listing) if json else show_page(listing.page())
         return
     report = _replayed(run_folder, _chosen(run_folder, found, attempt), precision, task)
-    _print_json(report) if json else page.show(report)
+    _print_json(report) if json else show_page(report.page())
     end(report.interrupted)
 
 
@@ -90,7 +90,8 @@ def _chosen(run_folder: Path, found: list[CheckpointDir], attempt: int | None) -
 def _replayed(run_folder: Path, place: CheckpointDir, precision: str | None, task: Path | None) -> ReplayReport:
     from halfstep.precision.names import read_precision
     from halfstep.runs.registry import task_from_file
-    from halfstep.runs.replay import ReplayReport, advice, described, open_recorded, replay
+    from halfstep.runs.replay import advice, described, open_recorded, replay
+    from halfstep.runs.replay_page import ReplayReport
     from halfstep.terminal import progress
     from halfstep.train.failed_steps.reading import read
 
@@ -111,7 +112,8 @@ def _replayed(run_folder: Path, place: CheckpointDir, precision: str | None, tas
 
 
 def _listing(run_folder: Path, found: list[CheckpointDir]) -> FailedStepList:
-    from halfstep.runs.replay import FailedStepList, ListedStep, described
+    from halfstep.runs.replay import described
+    from halfstep.runs.replay_page import FailedStepList, ListedStep
 
     rows = []
     for place in found:

@@ -51,10 +51,11 @@ def run(
     named. 130: interrupted.
     """
     from halfstep.cli.pages import selftest as page
+    from halfstep.draw.terminal import show_page
     from halfstep.selftest.names import PARTS, description
 
     if list:
-        page.show_list({name: description(name) for name in PARTS})
+        show_page(page.list_page({name: description(name) for name in PARTS}))
         return
     _refuse_ranks()
     names = _chosen(only, PARTS)
@@ -66,11 +67,11 @@ def run(
     if json == _STDOUT:
         print_json(report)
     else:
-        page.show(report)
+        show_page(page.parts_page(report))
     if file is not None:
         _write(file, report)
     if json != _STDOUT:
-        page.show_next(report, file)
+        show_page(page.end_page(report, file))
     end(bool(report.get("interrupted")))
     if not report["passed"]:
         raise typer.Exit(SOFTWARE)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.cli._options import OwnTask, RunFolder, flag, print_json
-from halfstep.cli.pages.verify import VerifiedCheckpoint, VerifyReport, print_proof, print_report
+from halfstep.cli.pages.verify import VerifiedCheckpoint, VerifyReport, proof_page
+from halfstep.draw.terminal import show_page
 from halfstep.errors import BadData, HalfstepError, NoCheckpoint, WrongUse
 from halfstep.json_data import json_data
 from halfstep.numbers import several
@@ -53,7 +54,7 @@ def run(
     result = look(folder)
     report = described(folder, result)
     if not json:
-        print_report(report)
+        show_page(report.page())
     failure = complaint(folder, result)
     proof = None
     if resume and failure is None:
@@ -62,8 +63,8 @@ def run(
     if json:
         told = None if proof is None else {**json_data(proof), "losses": len(proof.losses), "equal": proof.equal}
         print_json({**json_data(report), **({} if told is None else {"proof": told})})
-    elif proof is not None:
-        print_proof(proof)
+    elif proof is not None and proof.equal:
+        show_page(proof_page(proof))
     if failure is not None:
         raise failure
 

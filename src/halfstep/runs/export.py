@@ -39,7 +39,7 @@ from halfstep.status_line import OnProgress
 from halfstep.train.outputs import BEST, LAST, LAST_AVERAGE
 from halfstep.train.run_folder import is_finished
 from halfstep.train.setup import without_weights
-from halfstep.train.signature import Preprocessing, Signature
+from halfstep.train.signature import Signature
 from halfstep.train.state import State
 from halfstep.train.task import LeftOut, Task, no_progress
 from halfstep.train.weights import as_saved, finite, write_tensors
@@ -509,40 +509,3 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-@dataclass(frozen=True)
-class ExportedMetric:
-    """The metric that decides, and its value where exactly these weights were evaluated."""
-
-    name: str
-    value: float | None
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """A file that was written, where its weights come from, and how to use it."""
-
-    run: Path
-    file: Path
-    format: str
-    source: str
-    """The weights file or the checkpoint they come from."""
-    step: int | None
-    epoch: int | None
-    metric: ExportedMetric
-    averaged: bool
-    model: str
-    trained_in: str
-    """The precision of the run."""
-    tensors: int
-    bytes: int
-    sha256: str
-    preprocessing: Preprocessing | None
-    """None, like the next three, where the task does not say what the model takes."""
-    classes: list[str] | None
-    output: str | None
-    answer: str | None
-    checked: Checked | None
-    python: str
-    """Code that predicts with the file."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from halfstep.guard.verdict import Verdict, place_of
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.journal.text import GAVE_UP
-from halfstep.json_data import JsonResult, json_data
 from halfstep.observe.recorder import uses_compiled
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.recipe.schema import AUTO
 from halfstep.runs.finished import task_of
+from halfstep.runs.replay_page import RecordedStep, ReplayReport, Rerun
 from halfstep.status_line import OnProgress
 from halfstep.step.report import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, refused_by
 from halfstep.step.step_inputs import StepInputs
@@ -130,91 +130,12 @@ ROUNDS = len(ALSO) + 3
 """Its own precision, those above, the diagnosis, and an island."""
 
 
-@dataclass(frozen=True)
-class RecordedStep:
-    """The record of a failed step."""
-
-    attempt: int
-    step: int
-    """Steps applied before it."""
-    reason: str | None
-    loss: float
-    grad_norm: float
-    loss_scale: float
-    precision: str
-    islands: tuple[str, ...]
-    device: object
-    verdict: Verdict
-    without: str
-    """Why its tensors were not kept; empty if they were."""
-
-
 def described(record: Record) -> RecordedStep:
     """Return what the run recorded about the step."""
     step, report = record.step, record.step.report
     figures = (report.attempt, report.step, report.reason, report.loss, report.grad_norm, report.loss_scale)
     device = record.manifest.environment.get("device")
     return RecordedStep(*figures, step.precision, tuple(step.islands), device, step.verdict, step.without)
-
-
-@dataclass(frozen=True)
-class ListedStep(JsonResult):
-    """A failed step of a run: its record, or what is wrong with it."""
-
-    path: Path
-    attempt: int
-    recorded: RecordedStep | None
-    problem: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data, with the fields of the record where there is one."""
-        damaged = {"attempt": self.attempt, "problem": self.problem}
-        return {"path": str(self.path), **(json_data(self.recorded) if self.recorded else damaged)}
-
-
-@dataclass(frozen=True)
-class FailedStepList:
-    """The failed steps of a run that were recorded."""
-
-    run: Path
-    guard: str
-    """The guard mode of the run's recipe."""
-    failed_steps: list[ListedStep]
-
-
-@dataclass(frozen=True)
-class Rerun:
-    """The step run once more, in one way."""
-
-    way: str
-    precision: str
-    island: str | None
-    """The module that was kept in fp32."""
-    finite: bool
-    loss: float
-    grad_norm: float
-    error: str
-    """Why it could not be run; empty if it was."""
-
-
-@dataclass
-class ReplayReport:
-    """A failed step, run again; filled in stage by stage, so that Ctrl-C keeps the results so far."""
-
-    run: Path
-    recorded: RecordedStep
-    precision: str
-    device: str
-    verdict: Verdict | None = None
-    """None where the step is finite here."""
-    same_culprit: bool | None = None
-    """Whether the origin is the recorded one."""
-    reruns: list[Rerun] = field(default_factory=list)
-    notes: tuple[str, ...] = ()
-    """Reasons why the result may differ from the original step."""
-    do: str = ""
-    command: str = ""
-    interrupted: bool = False
 
 
 def replay(replayed: Replayed, report: ReplayReport, on_progress: OnProgress) -> Verdict | None:

@@ -21,14 +21,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from halfstep import numbers
 from halfstep._version import __version__
 from halfstep.checkpoint.chunks import BY_NAME
 from halfstep.checkpoint.packing import TENSOR
 from halfstep.checkpoint.paths import CheckpointDir
 from halfstep.checkpoint.reading import read_plain
 from halfstep.checkpoint.sealed import check_header, read_manifest, tensors_of
+from halfstep.draw.notebook import ShownAsPage
 from halfstep.errors import BadData, WrongUse
 from halfstep.files import flush
+from halfstep.page import Items, Page, Paragraph, Span
+from halfstep.printable import in_line
 from halfstep.runs.export import CHECKPOINT, chosen_weights, file_of, newest_checkpoint
 from halfstep.runs.finished import task_of
 from halfstep.safetensors_header import content, header
@@ -155,7 +159,7 @@ def _like(file: Any, name: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ShardedExport:
+class ShardedExport(ShownAsPage):
     """A folder of weights in several files, and where they come from."""
 
     run: Path
@@ -165,6 +169,17 @@ class ShardedExport:
     files: list[str]
     tensors: int
     bytes: int
+
+    def page(self) -> Page:
+        """Return the page about the folder and its content."""
+        files = self.files
+        size = f"{self.tensors} tensors, {numbers.size(self.bytes)}, in {len(files)} files"
+        lines = (
+            f"{self.source}{', averaged' if self.averaged else ''}",
+            f"{files[0]} to {files[-1]}" if len(files) > 1 else files[0],
+        )
+        first = Paragraph((Span(in_line(self.folder), strong=True), f": {size}"), wrap=False)
+        return Page(f"export of {self.run}", (first, Items(tuple(map(in_line, lines)))))
 
 
 def export_layout(

@@ -1,4 +1,4 @@
-"""Print the result of a data check on one page for terminals of 80 columns or more."""
+"""The page of a data check, and of the public data sets."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
-from halfstep.cli.pages.layout import indented
+from halfstep.page import Block, Column, Page, Pairs, Paragraph, Span, Style, Table, Text
 from halfstep.printable import in_line
-from halfstep.terminal import screen
 
 if TYPE_CHECKING:
     from halfstep.data.check.report import ClassShare, DataReport, Fault
 
-_STYLE = {"error": "bold red", "warning": "yellow", "note": "dim"}
 MOST_NAMES = 3
 """The most files named per fault; --json has them all."""
 MOST_CLASSES = 12
@@ -37,82 +30,72 @@ class DataSet:
     """Whether it is in the cache."""
 
 
-def show(report: DataReport, following: str) -> None:
-    """Print the data set, its faults, and the verdict and the command to type last."""
-    console = screen()
+def check_page(report: DataReport, following: str) -> Page:
+    """Return the page of a check: the data set, its faults, and the verdict and the command to type last."""
     what = {"segmentation": "photographs with masks", "classification": "a folder for each class"}[report.task]
-    console.print(Text(f"{in_line(report.folder)}: {what}", style="bold"))
-    console.print(_facts(report))
+    blocks: list[Block] = [Paragraph(Span(f"{in_line(report.folder)}: {what}", strong=True)), _facts(report)]
     if report.classes:
-        console.print(_classes(report.classes))
+        blocks.append(_classes(report.classes))
     for finding in report.findings:
         if finding.severity != "note":
-            _print_finding(console, finding, report.folder)
+            blocks += _finding(finding, report.folder)
     notes = [f"{one.evidence} ({len(one.files):,})" for one in report.findings if one.severity == "note"]
     if notes:
-        console.print(Text(f"\nnothing to do: {'; '.join(notes)}", style="dim"))
-    console.print()
-    console.print(_verdict(report))
+        blocks.append(Paragraph(Span(f"nothing to do: {'; '.join(notes)}", "dim"), gap=True))
+    blocks.append(Paragraph(_verdict(report), gap=True))
     if report.ok:
-        console.print(Text(f"next: {in_line(following)}"), soft_wrap=True)
+        blocks.append(Paragraph(f"next: {in_line(following)}", wrap=False))
+    return Page(f"data in {report.folder}", tuple(blocks))
 
 
-def show_sets(sets: Sequence[DataSet]) -> None:
-    """Print the data sets that can be downloaded."""
-    table = _grid()
-    for one in sets:
-        table.add_row(Text(one.name, style="bold"), "here" if one.here else "", Text(one.about))
-    console = screen()
-    console.print(table)
-    console.print("\nhalfstep data get NAME gets one; halfstep data check FOLDER looks over your own.")
+def sets_page(sets: Sequence[DataSet]) -> Page:
+    """Return the page of the data sets that can be downloaded."""
+    rows = tuple((Span(one.name, strong=True), "here" if one.here else "", one.about) for one in sets)
+    more = Paragraph("halfstep data get NAME gets one; halfstep data check FOLDER looks over your own.", gap=True)
+    return Page("public data sets", (Table((Column(), Column(), Column()), rows, indent=0), more))
 
 
-def _facts(report: DataReport) -> Padding:
-    table = _grid()
+def _facts(report: DataReport) -> Pairs:
     splits = ", ".join(f"{count:,} {name}" for name, count in report.samples.items())
     total = sum(report.samples.values())
     lost = f"; {total - report.readable:,} cannot be read" if total > report.readable else ""
-    table.add_row(Text("samples", style="dim"), Text(f"{total:,}: {splits}{lost}"))
+    rows = [("samples", f"{total:,}: {splits}{lost}")]
     if report.images:
         images = report.images
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in images.kinds.items())
         sizes = {"smallest": images.smallest, "median": images.median, "largest": images.largest}
-        table.add_row(
-            Text("sizes", style="dim"),
-            Text(", ".join(f"{name} {wide} × {high}" for name, (wide, high) in sizes.items())),
-        )
-        table.add_row(Text("kinds", style="dim"), Text(kinds))
+        rows.append(("sizes", ", ".join(f"{name} {wide} × {high}" for name, (wide, high) in sizes.items())))
+        rows.append(("kinds", ", ".join(f"{count:,} {kind}" for kind, count in images.kinds.items())))
     if report.masks:
-        table.add_row(Text("masks", style="dim"), Text(f"are read so: {report.masks['read_as']}"))
-    return indented(table)
+        rows.append(("masks", f"are read so: {report.masks['read_as']}"))
+    return Pairs(tuple(rows))
 
 
-def _classes(classes: Sequence[ClassShare]) -> Padding:
-    table = _grid()
+def _classes(classes: Sequence[ClassShare]) -> Table:
     most = max((_amount(one) for one in classes), default=0) or 1
+    rows: list[tuple[Text, ...]] = []
     for one in classes[:MOST_CLASSES]:
         amount = _amount(one)
         text = f"{one.pixels:.1%} of the pixels, in {one.images:,} images" if one.pixels is not None else f"{amount:,}"
         # A class that is present gets at least one block, however rare it is.
-        bar = Text("█" * max(1, round(20 * amount / most)) if amount else "", style="cyan")
-        table.add_row(Text(f"class {in_line(one.name)}", style="dim"), bar, Text(text))
+        bar = Span("█" * max(1, round(20 * amount / most)) if amount else "", "note")
+        rows.append((Span(f"class {in_line(one.name)}", "dim"), bar, text))
     if len(classes) > MOST_CLASSES:
-        table.add_row(Text(f"and {len(classes) - MOST_CLASSES} more", style="dim"))
-    return indented(table)
+        rows.append((Span(f"and {len(classes) - MOST_CLASSES} more", "dim"), "", ""))
+    return Table((Column(), Column(), Column()), tuple(rows))
 
 
 def _amount(one: ClassShare) -> float:
     return one.images if one.pixels is None else one.pixels
 
 
-def _print_finding(console: Console, finding: Fault, folder: Path) -> None:
-    head = Text(f"\n{finding.severity} {finding.id}", style=_STYLE[finding.severity])
+def _finding(finding: Fault, folder: Path) -> tuple[Block, ...]:
+    tone: Style = "bad" if finding.severity == "error" else "warn"
+    head = Span(f"{finding.severity} {finding.id}", tone, strong=tone == "bad")
     number = f" ({len(finding.files):,})" if finding.files else ""
-    console.print(head.append(f"{number}: {finding.evidence}", style="not bold default"))
     names = [in_line(name) for name in finding.files[:MOST_NAMES]]
     more = len(finding.files) - len(names)
     lines = [*names, *([f"and {more:,} more"] if more > 0 else []), f"do: {_typed(finding, folder)}"]
-    console.print(indented(Text("\n".join(lines))))
+    return Paragraph((head, f"{number}: {finding.evidence}"), gap=True), Paragraph("\n".join(lines), indent=True)
 
 
 def _typed(finding: Fault, folder: Path) -> str:
@@ -124,16 +107,11 @@ def _typed(finding: Fault, folder: Path) -> str:
     return finding.fix.replace("FILE", path)
 
 
-def _verdict(report: DataReport) -> Text:
+def _verdict(report: DataReport) -> Span:
     errors = sum(finding.severity == "error" for finding in report.findings)
     rest = sum(finding.severity == "warning" for finding in report.findings)
+    remarks = f"{rest} remark{'s' * (rest != 1)}"
     if errors:
-        remarks = f" and {rest} remark{'s' * (rest != 1)}" if rest else ""
-        text = f"{errors} kind{'s' * (errors != 1)} of mistakes{remarks}; mend the mistakes, then check again"
-        return Text(text, style="bold red")
-    remarks = f", {rest} remark{'s' * (rest != 1)}" if rest else ""
-    return Text(f"fit to train on{remarks}", style="green")
-
-
-def _grid() -> Table:
-    return Table.grid(padding=(0, 2))
+        kinds = f"{errors} kind{'s' * (errors != 1)} of mistakes{f' and {remarks}' if rest else ''}"
+        return Span(f"{kinds}; mend the mistakes, then check again", "bad", strong=True)
+    return Span(f"fit to train on{f', {remarks}' if rest else ''}", "good")

@@ -1,4 +1,4 @@
-"""Print the self-test: a line while it runs, one table, and what to do next."""
+"""The pages of the self-test, and a line while it runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
-from halfstep.cli.pages.layout import heading, indented, ruled_table
+from halfstep.page import Block, Column, Heading, Page, Paragraph, Span, Style, Table
 from halfstep.selftest.names import FAILED, PASSED, SKIPPED
 from halfstep.status_line import show as show_line
-from halfstep.terminal import screen
 
-_STYLE = {PASSED: "green", FAILED: "bold red", SKIPPED: "yellow"}
+_STYLE: dict[str, Style] = {PASSED: "good", FAILED: "bad", SKIPPED: "warn"}
 _TICK = 1.0
 
 
@@ -48,31 +45,22 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
         thread.join()
 
 
-def show_list(parts: Mapping[str, str]) -> None:
-    """Print the parts and what each checks."""
-    console = screen()
-    table = ruled_table(console)
-    table.add_column("part", no_wrap=True)
-    table.add_column("checks", overflow="fold")
-    for name, what in parts.items():
-        table.add_row(name, what)
-    console.print(table)
+def list_page(parts: Mapping[str, str]) -> Page:
+    """Return the page of the parts and what each checks."""
+    columns = (Column("part", wrap="never"), Column("checks", wrap="fold"))
+    return Page("parts of the self-test", (Table(columns, tuple(parts.items())),))
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the table."""
-    console = screen()
-    if "device" in report:
-        heading(console, report["device"]["name"], _conditions(report))
-    table = ruled_table(console)
-    table.add_column("part", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    table.add_column("figure", overflow="fold")
-    table.add_column("seconds", justify="right", no_wrap=True)
+def parts_page(report: dict[str, Any]) -> Page:
+    """Return the page of the results, part by part."""
+    columns = (Column("part", wrap="never"), Column("result", wrap="never"), Column("figure", wrap="fold"))
+    rows = []
     for row in report["parts"]:
+        result = Span(row["result"], _STYLE[row["result"]], strong=row["result"] == FAILED)
         words = row["error"] if row["result"] == FAILED else row["figure"]
-        table.add_row(row["part"], Text(row["result"], style=_STYLE[row["result"]]), words, f"{row['seconds']:.1f}")
-    console.print(table)
+        rows.append((row["part"], result, words, f"{row['seconds']:.1f}"))
+    head = (Heading(report["device"]["name"], _conditions(report)),) if "device" in report else ()
+    return Page("self-test", (*head, Table((*columns, Column("seconds", "right", "never")), tuple(rows))))
 
 
 def _conditions(report: dict[str, Any]) -> str:
@@ -81,24 +69,23 @@ def _conditions(report: dict[str, Any]) -> str:
     return f"{', '.join(device['native'])}; torch {versions['torch']}{driver}, load {report['load']}"
 
 
-def show_next(report: dict[str, Any], file: Path | None) -> None:
-    """Print how it ended, and what to do next."""
-    console = screen()
+def end_page(report: dict[str, Any], file: Path | None) -> Page:
+    """Return how it ended, and what to do next."""
     counts = {result: [row["part"] for row in report["parts"] if row["result"] == result] for result in _STYLE}
     skipped = f", {len(counts[SKIPPED])} skipped" if counts[SKIPPED] else ""
-    console.print()
+    ended = Span(f"{len(counts[PASSED])} passed{skipped}, in {report['seconds']:.0f} s")
     if report["interrupted"]:
-        console.print(f"interrupted: {len(counts[PASSED])} passed, {len(counts[FAILED])} failed{skipped}")
+        ended = Span(f"interrupted: {len(counts[PASSED])} passed, {len(counts[FAILED])} failed{skipped}")
     elif counts[FAILED]:
-        console.print(Text(f"failed here: {', '.join(counts[FAILED])}", style="bold red"))
-    else:
-        console.print(f"{len(counts[PASSED])} passed{skipped}, in {report['seconds']:.0f} s")
+        ended = Span(f"failed here: {', '.join(counts[FAILED])}", "bad", strong=True)
+    blocks: list[Block] = [Paragraph(ended, gap=True)]
     if file is not None:
-        console.print(f"written: {file}")
+        blocks.append(Paragraph(f"written: {file}"))
     if counts[FAILED]:
-        console.print(indented(Text(_advice(counts[FAILED], file))))
+        blocks.append(Paragraph(_advice(counts[FAILED], file), indent=True))
     if "HALFSTEP_CPUINFO" in report.get("settings", {}):
-        console.print("HALFSTEP_CPUINFO is set: the CPU was described by a file, not by itself")
+        blocks.append(Paragraph("HALFSTEP_CPUINFO is set: the CPU was described by a file, not by itself"))
+    return Page("self-test", tuple(blocks))
 
 
 def _advice(failed: list[str], file: Path | None) -> str:

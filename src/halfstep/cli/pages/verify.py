@@ -1,4 +1,4 @@
-"""Print the report of `halfstep verify`."""
+"""The report of `halfstep verify`, and its page."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
+from halfstep.draw.notebook import ShownAsPage
 from halfstep.numbers import size
+from halfstep.page import Block, Page, Paragraph, Span
 from halfstep.printable import in_line
-from halfstep.terminal import screen
 
 if TYPE_CHECKING:
     from halfstep.train.resume_proof import Proof
@@ -30,7 +29,7 @@ class VerifiedCheckpoint:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(ShownAsPage):
     """The checkpoints of a run, newest first, and how fast they were read."""
 
     run: Path
@@ -46,26 +45,25 @@ class VerifyReport:
     seconds_copying: float
     bytes_from_disk: int
 
-
-def print_report(report: VerifyReport) -> None:
-    """Print a line per checkpoint, and what is wrong with it."""
-    console = screen()
-    for one in report.checkpoints:
-        state = ("whole  ", "green") if one.whole else ("damaged", "red")
-        by = f"  by {one.processes} processes" if (one.processes or 1) > 1 else ""
-        taken = f"  {size(one.bytes):>9}{by}"
-        console.print(Text.assemble(f"{in_line(one.name)}  ", state, taken), soft_wrap=True)
-        if one.problem:
-            console.print(f"  {one.problem}", soft_wrap=True)
-    for name in report.set_aside:
-        console.print(
-            f"{in_line(name)} was set aside by an earlier launch: it was damaged, or the guard found its weights "
-            "spoilt; it is not used, and may be deleted",
-            style="dim",
-            soft_wrap=True,
-        )
-    if report.bytes:
-        console.print(speed_in_words(report), soft_wrap=True)
+    def page(self) -> Page:
+        """Return a line per checkpoint, what is wrong with it, and how fast all were read."""
+        blocks: list[Block] = []
+        for one in self.checkpoints:
+            state = Span("whole  ", "good") if one.whole else Span("damaged", "bad")
+            by = f"  by {one.processes} processes" if (one.processes or 1) > 1 else ""
+            line = (f"{in_line(one.name)}  ", state, f"  {size(one.bytes):>9}{by}")
+            blocks.append(Paragraph(line, wrap=False))
+            if one.problem:
+                blocks.append(Paragraph(one.problem, indent=True, wrap=False))
+        for name in self.set_aside:
+            words = (
+                f"{in_line(name)} was set aside by an earlier launch: it was damaged, or the guard found its weights "
+                "spoilt; it is not used, and may be deleted"
+            )
+            blocks.append(Paragraph(Span(words, "dim"), wrap=False))
+        if self.bytes:
+            blocks.append(Paragraph(speed_in_words(self), wrap=False))
+        return Page(f"checkpoints of {self.run}", tuple(blocks))
 
 
 def speed_in_words(report: VerifyReport) -> str:
@@ -76,18 +74,12 @@ def speed_in_words(report: VerifyReport) -> str:
     return f"{text}: {report.bytes_per_second / 1e9:.2f} GB/s, limited by {report.limited_by}"
 
 
-def print_proof(proof: Proof) -> None:
-    """Print that a resume was proven exact; one that is not raises an error instead."""
+def proof_page(proof: Proof) -> Page:
+    """Return the page of an exact resume; one that is not exact raises an error instead."""
     from halfstep.train.state import COMPONENTS
 
-    if proof.equal:
-        k = proof.steps
-        whence = f"from step {proof.begin:,}" if proof.begin else "from the beginning"
-        screen().print(
-            Text.assemble(
-                f"{k} + {k} = {2 * k} steps: ",
-                ("bitwise equal", "green"),
-                f" ({len(COMPONENTS)} components, {proof.tensors} tensors, {len(proof.losses)} losses), {whence}",
-            ),
-            soft_wrap=True,
-        )
+    k = proof.steps
+    whence = f"from step {proof.begin:,}" if proof.begin else "from the beginning"
+    counts = f" ({len(COMPONENTS)} components, {proof.tensors} tensors, {len(proof.losses)} losses), {whence}"
+    line = (f"{k} + {k} = {2 * k} steps: ", Span("bitwise equal", "good"), counts)
+    return Page("proof of an exact resume", (Paragraph(line, wrap=False),))

@@ -1,50 +1,76 @@
-"""Print an export: the Python code that uses the file, and the file's facts."""
+"""The result of an export, and its page: the Python code that uses the file, and the file's facts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rich.padding import Padding
-from rich.text import Text
+from dataclasses import dataclass
+from pathlib import Path
 
 from halfstep import numbers
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.page import Code, Items, Page, Paragraph, Span
 from halfstep.printable import in_line
-from halfstep.terminal import screen
-
-if TYPE_CHECKING:
-    from halfstep.runs.export import ExportReport
-    from halfstep.runs.printed_code import CodeChecked
-    from halfstep.runs.sharded_export import ShardedExport
+from halfstep.runs.export import Checked
+from halfstep.runs.printed_code import CodeChecked
+from halfstep.train.signature import Preprocessing
 
 NAMES = 8
 """The most classes that are printed; the file has them all."""
 
 
-def show(report: ExportReport) -> None:
-    """Print the code first, because it is long; the facts come last, where a terminal ends."""
-    console = screen()
-    console.print(report.python, soft_wrap=True)
-    size = f"{report.tensors} tensors, {numbers.size(report.bytes)}, {report.format}"
-    console.print(Text.assemble("\n", (in_line(report.file), "bold"), f": {size}"), soft_wrap=True)
-    lines = [
-        f"{report.model} from {_origin(report)}",
-        *_meaning(report),
-        *_comparison(report),
-        *_precision(report),
-        f"sha256 {report.sha256}",
-    ]
-    for line in lines:
-        console.print(Padding(Text(in_line(line)), (0, 0, 0, 2), expand=False))
+@dataclass(frozen=True)
+class ExportedMetric:
+    """The metric that decides, and its value where exactly these weights were evaluated."""
+
+    name: str
+    value: float | None
 
 
-def show_layout(report: ShardedExport) -> None:
-    """Print the folder of a sharded layout and what is in it."""
-    console, files = screen(), report.files
-    size = f"{report.tensors} tensors, {numbers.size(report.bytes)}, in {len(files)} files"
-    console.print(Text.assemble((in_line(report.folder), "bold"), f": {size}"), soft_wrap=True)
-    average = ", averaged" if report.averaged else ""
-    for line in (f"{report.source}{average}", f"{files[0]} to {files[-1]}" if len(files) > 1 else files[0]):
-        console.print(Padding(Text(in_line(line)), (0, 0, 0, 2), expand=False))
+@dataclass(frozen=True)
+class ExportReport(ShownAsPage):
+    """A file that was written, where its weights come from, and how to use it."""
+
+    run: Path
+    file: Path
+    format: str
+    source: str
+    """The weights file or the checkpoint they come from."""
+    step: int | None
+    epoch: int | None
+    metric: ExportedMetric
+    averaged: bool
+    model: str
+    trained_in: str
+    """The precision of the run."""
+    tensors: int
+    bytes: int
+    sha256: str
+    preprocessing: Preprocessing | None
+    """None, like the next three, where the task does not say what the model takes."""
+    classes: list[str] | None
+    output: str | None
+    answer: str | None
+    checked: Checked | None
+    python: str
+    """Code that predicts with the file."""
+
+    def page(self) -> Page:
+        """Return the code first, because it is long; the facts come last, where a terminal ends."""
+        size = f"{self.tensors} tensors, {numbers.size(self.bytes)}, {self.format}"
+        lines = [
+            f"{self.model} from {_origin(self)}",
+            *_meaning(self),
+            *_comparison(self),
+            *_precision(self),
+            f"sha256 {self.sha256}",
+        ]
+        return Page(
+            f"export of {self.run}",
+            (
+                Code(self.python, "python"),
+                Paragraph((Span(in_line(self.file), strong=True), f": {size}"), gap=True, wrap=False),
+                Items(tuple(map(in_line, lines))),
+            ),
+        )
 
 
 def _origin(report: ExportReport) -> str:

@@ -1,0 +1,218 @@
+"""Failed steps on record and run again, and their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.guard.verdict import Culprit, Verdict
+from halfstep.json_data import JsonResult, json_data
+from halfstep.numbers import number
+from halfstep.observe.recorder import OUTSIDE
+from halfstep.page import Block, Column, Command, Heading, Items, Page, Pairs, Paragraph, Span, Table, Text
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """The record of a failed step."""
+
+    attempt: int
+    step: int
+    """Steps applied before it."""
+    reason: str | None
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    precision: str
+    islands: tuple[str, ...]
+    device: object
+    verdict: Verdict
+    without: str
+    """Why its tensors were not kept; empty if they were."""
+
+
+@dataclass(frozen=True)
+class ListedStep(JsonResult):
+    """A failed step of a run: its record, or what is wrong with it."""
+
+    path: Path
+    attempt: int
+    recorded: RecordedStep | None
+    problem: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, with the fields of the record where there is one."""
+        damaged = {"attempt": self.attempt, "problem": self.problem}
+        return {"path": str(self.path), **(json_data(self.recorded) if self.recorded else damaged)}
+
+
+@dataclass(frozen=True)
+class FailedStepList(ShownAsPage):
+    """The failed steps of a run that were recorded."""
+
+    run: Path
+    guard: str
+    """The guard mode of the run's recipe."""
+    failed_steps: list[ListedStep]
+
+    def page(self) -> Page:
+        """Return the page of the recorded failed steps, or that there are none."""
+        title = f"failed steps of {self.run}"
+        if not self.failed_steps:
+            why = "A step is recorded when the guard has looked into it, so none of its steps needed that."
+            if self.guard == "off":
+                why = "Its recipe says `guard: off`, and then nothing is recorded; `--guard watch` would."
+            none = Paragraph(f"{self.run} has no failed step on record.")
+            return Page(title, (none, Paragraph(Span(why, "dim"), indent=True)))
+        blocks: list[Block] = []
+        for row in self.failed_steps:
+            name, recorded = Span(f"attempt {row.attempt:,}", strong=True), row.recorded
+            if recorded is None:
+                blocks.append(Paragraph((name, Span(f"  damaged: {row.problem}", "bad"))))
+                continue
+            told = f"  {str(recorded.reason).replace('_', ' ')} in {recorded.precision}"
+            blocks += [Paragraph((name, Span(told, "dim"))), Paragraph(_sentence(recorded.verdict), indent=True)]
+            if recorded.without:
+                words = Span(f"cannot be run again: {recorded.without}", "warn")
+                blocks.append(Paragraph(words, indent=True))
+        whole = [row for row in self.failed_steps if row.recorded is not None and not row.recorded.without]
+        if whole:
+            blocks.append(Command(f"halfstep replay {self.run} --attempt {whole[-1].attempt}"))
+        return Page(title, tuple(blocks))
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """The step run once more, in one way."""
+
+    way: str
+    precision: str
+    island: str | None
+    """The module that was kept in fp32."""
+    finite: bool
+    loss: float
+    grad_norm: float
+    error: str
+    """Why it could not be run; empty if it was."""
+
+
+@dataclass
+class ReplayReport(ShownAsPage):
+    """A failed step, run again; filled in stage by stage, so that Ctrl-C keeps the results so far."""
+
+    run: Path
+    recorded: RecordedStep
+    precision: str
+    device: str
+    verdict: Verdict | None = None
+    """None where the step is finite here."""
+    same_culprit: bool | None = None
+    """Whether the origin is the recorded one."""
+    reruns: list[Rerun] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    """Reasons why the result may differ from the original step."""
+    do: str = ""
+    command: str = ""
+    interrupted: bool = False
+
+    def page(self) -> Page:
+        """Return the page about it: the verdict, the origin, the reruns, and one command to type."""
+        verdict = self.verdict or self.recorded.verdict
+        blocks: list[Block] = []
+        if self.interrupted:
+            blocks.append(Paragraph(Span("interrupted: this is what was found until then", "warn")))
+        blocks += [*_verdict(self), *_step(self)]
+        if verdict.culprit is not None:
+            blocks += _culprit(verdict.culprit)
+        if self.reruns:
+            blocks += [Heading("Run again", f"here, on {self.device}"), _reruns(self.reruns)]
+        if verdict.evidence:
+            blocks += [Heading("What shows it"), Items(verdict.evidence, dashes=True)]
+        if self.notes:
+            notes = tuple(Span(note, "warn") for note in self.notes)
+            blocks += [Heading("Not as it was", "so the step may come out differently here"), Items(notes, dashes=True)]
+        if self.do:
+            blocks += [Heading("What to do"), Paragraph(self.do, indent=True)]
+        if self.command:
+            blocks.append(Command(self.command))
+        return Page(f"failed step {self.recorded.attempt:,} of {self.run}", tuple(blocks))
+
+
+# -- page -------------------------------------------------------------------------------------------------------------
+
+
+def _verdict(report: ReplayReport) -> Iterator[Block]:
+    said = f"the run said: {report.recorded.verdict.sentence}"
+    if report.verdict is not None:
+        yield Paragraph(_sentence(report.verdict))
+        if not report.same_culprit:
+            yield Paragraph(Span(said, "dim"), indent=True)
+        return
+    if not report.interrupted:
+        loss = _figure(report.reruns[0].loss)
+        words = f": in {report.precision}, run again here, the step has a loss of {loss}"
+        yield Paragraph((Span("finite", "good", strong=True), words))
+    yield Paragraph(said, indent=True)
+
+
+def _sentence(verdict: Verdict) -> Text:
+    cause = verdict.cause
+    name = Span(cause.replace("_", " "), "good" if cause == "warm_up" else "warn", strong=True)
+    # The cause is printed before it, in color.
+    return name, f": {verdict.sentence.removeprefix(f'{cause}: ')}"
+
+
+def _step(report: ReplayReport) -> tuple[Block, ...]:
+    recorded = report.recorded
+    scale = "" if recorded.loss_scale == 1.0 else f", loss scale {recorded.loss_scale:g}"
+    islands = f", in fp32: {', '.join(recorded.islands)}" if recorded.islands else ""
+    rows = (
+        ("attempt", f"{recorded.attempt:,}, after {recorded.step:,} applied"),
+        ("skipped", str(recorded.reason).replace("_", " ")),
+        ("ran in", f"{recorded.precision} on {recorded.device}{islands}"),
+        ("loss", f"{_figure(recorded.loss)}, gradient norm {_figure(recorded.grad_norm)}{scale}"),
+    )
+    return Heading("The step", str(report.run)), Pairs(rows)
+
+
+def _culprit(culprit: Culprit) -> Iterator[Block]:
+    kinds = " and ".join(culprit.kinds)
+    if culprit.outside:
+        yield Heading("Who did it", "not finite before anything was computed from it")
+        yield Pairs((("came in", f"{culprit.outside}, with {kinds} in it"),))
+        return
+    module = {"": "the model's own forward", OUTSIDE: "none: the loss"}.get(culprit.module, culprit.module)
+    made = f"{kinds} in {culprit.format}, whose largest number is {number(culprit.limit)}"
+    if culprit.in_fp32 is not None:
+        made += f"; computed in fp32, up to {number(culprit.in_fp32)}"
+    yield Heading("Who did it", "the first operation with finite inputs and a result that is not")
+    yield Pairs(
+        (
+            ("operation", culprit.operation + (", in backward" if culprit.backward else "")),
+            ("module", module),
+            ("line", culprit.line or "not known"),
+            ("result", made),
+            ("inputs", f"up to {number(culprit.largest_input)}"),
+        )
+    )
+
+
+def _reruns(reruns: Sequence[Rerun]) -> Table:
+    columns = (Column("way", wrap="fold"), Column("finite", wrap="never"))
+    columns += (Column("loss", "right", "never"), Column("gradient norm", "right", "never"))
+    rows: list[tuple[Text, ...]] = []
+    for row in reruns:
+        if row.error:
+            rows.append((row.way, f"not run: {row.error}", "-", "-"))
+        else:
+            finite = Span("yes", "good") if row.finite else Span("no", "warn")
+            rows.append((row.way, finite, _figure(row.loss), _figure(row.grad_norm)))
+    return Table(columns, tuple(rows), indent=1)
+
+
+def _figure(value: float) -> str:
+    """Return a number with enough digits to compare two losses."""
+    return number(value) if value >= 1000 else f"{value:.4g}"
