@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.doctor.located import box_of
 from halfstep.draw.notebook import ShownAsPage
 from halfstep.json_data import JsonResult, json_data
-from halfstep.page import Block, Column, Heading, Page, Pairs, Paragraph, Span, Table
+from halfstep.page import Block, Column, Heading, Page, Pairs, Paragraph, Span, Table, Text
 
 if TYPE_CHECKING:
     from halfstep.doctor.wheel import Build
@@ -101,7 +101,7 @@ def _how_measured(found: Measurements) -> str:
 def _format_table(formats: tuple[FormatReport, ...]) -> Table:
     columns = [Column(title, wrap="never") for title in ("format", "native")]
     columns += [Column(title, "right", "never") for title in (*_OPERATIONS, "combined")]
-    rows = []
+    rows: list[tuple[Text, ...]] = []
     for row in formats:
         native = Span("yes", "good") if row.native else Span("no", "warn")
         ratios = (*map(row.speedups.get, _OPERATIONS), row.combined)

@@ -70,7 +70,8 @@ def _show(console: Console, blocks: Sequence[Block], indent: int) -> None:
 
 
 def _show_block(console: Console, block: Block, indent: int) -> None:
-    if isinstance(block, Heading | Box) or (isinstance(block, Paragraph | Items | Command | Pairs | Table) and block.gap):
+    spaced = Paragraph | Items | Command | Pairs | Table
+    if isinstance(block, Heading | Box) or (isinstance(block, spaced) and block.gap):
         console.print()
     match block:
         case Heading():

@@ -201,8 +201,12 @@ def _culprit(culprit: Culprit) -> Iterator[Block]:
 
 
 def _reruns(reruns: Sequence[Rerun]) -> Table:
-    columns = (Column("way", wrap="fold"), Column("finite", wrap="never"))
-    columns += (Column("loss", "right", "never"), Column("gradient norm", "right", "never"))
+    columns = (
+        Column("way", wrap="fold"),
+        Column("finite", wrap="never"),
+        Column("loss", "right", "never"),
+        Column("gradient norm", "right", "never"),
+    )
     rows: list[tuple[Text, ...]] = []
     for row in reruns:
         if row.error:
