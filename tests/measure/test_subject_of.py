@@ -83,7 +83,7 @@ def test_bench_and_profile_take_a_model_and_a_case() -> None:
     assert (found.name, [row.failed for row in found.rows]) == ("model", [""])
     assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
     profile = halfstep.profile(CASE, seconds=0.5)
-    assert str(profile).splitlines()[-1] == f"  $ {profile.cause.command}"
+    assert f"  $ {profile.cause.command}" in str(profile).splitlines()
     assert profile.facts.subject == (CASE,)
 
 
