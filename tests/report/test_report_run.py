@@ -209,6 +209,27 @@ def test_samples_that_could_not_be_used_are_an_incident(tmp_path: Path) -> None:
     assert run.as_dict()["incidents"][0]["cause"] == "bad samples"
 
 
+def test_a_sample_that_fails_in_every_epoch_is_listed_once(tmp_path: Path) -> None:
+    lost = [
+        {
+            "event": "bad_sample",
+            "rank": 0,
+            "name": f"{n % 3}.png",
+            "reason": "truncated",
+            "index": n % 3,
+            "replacement": 9,
+        }
+        for n in range(7)
+    ]
+    (found,) = incidents(read_run(write_run(tmp_path / "run", [*whole()[:-1], *lost, whole()[-1]])))
+    assert found.sentence == "3 samples could not be used, 7 times in all"
+    assert sorted(found.evidence) == [
+        "0.png: truncated (3 times)",
+        "1.png: truncated (2 times)",
+        "2.png: truncated (2 times)",
+    ]
+
+
 def test_each_class_has_its_curve(tmp_path: Path) -> None:
     events = [
         {**one, "val": {**one["val"], "iou_cat": 0.5, "iou_dog": 0.25}} if one["event"] == "epoch" else one

@@ -25,7 +25,7 @@ from halfstep.page import Bars, Chart, Curve, Curves, Interval, Intervals, Node,
 from halfstep.printable import printable, shortened
 
 WIDTH, HEIGHT = 360.0, 214.0
-LEFT, RIGHT, TOP, BOTTOM = 66.0, 8.0, 10.0, 38.0
+LEFT, RIGHT, TOP, BOTTOM = 72.0, 8.0, 10.0, 38.0
 BINS = 150
 """Spans of a curve; each keeps its least and largest number."""
 HOVERS = 60
@@ -130,7 +130,7 @@ def _axes(chart: Curves, across: Axis, axis: Axis) -> Iterator[str]:
     middle = (TOP + bottom) / 2
     yield f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escaped(chart.x_title)}</text>'
     y_title = escaped(shortened(chart.y_title, 32))
-    yield f'<text transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">{y_title}</text>'
+    yield f'<text transform="translate(10 {middle}) rotate(-90)" text-anchor="middle">{y_title}</text>'
 
 
 def _line(found: Points, across: Axis, axis: Axis) -> Iterator[str]:

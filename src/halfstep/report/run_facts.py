@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -322,16 +323,18 @@ def incidents(run: RunFacts) -> list[Incident]:
 
 
 def _bad_samples(recorded: Summary) -> list[Incident]:
-    count = recorded.bad_sample_count
-    if not count:
+    kept, uses = recorded.bad_samples, recorded.bad_sample_count
+    if not uses:
         return []
-    listed = recorded.bad_samples[:MOST_BAD_SAMPLES]
-    lines = [f"{text(event.get('name'), 200)}: {text(event.get('reason'), 300)}" for _, event in listed]
-    more = [f"and {count - len(lines):,} more"] if count > len(lines) else []
-    replaced = sum(number(event.get("replacement")) >= 0 for _, event in recorded.bad_samples)
+    # A bad sample comes again in every epoch. Of very many events only some are kept.
+    times = Counter(f"{text(event.get('name'), 200)}: {text(event.get('reason'), 300)}" for _, event in kept)
+    lines = [sample if n == 1 else f"{sample} ({n} times)" for sample, n in times.most_common(MOST_BAD_SAMPLES)]
+    more = [f"and {len(times) - len(lines):,} more"] if len(times) > len(lines) else []
+    replaced = sum(number(event.get("replacement")) >= 0 for _, event in kept)
     done = ["another sample was taken in place of each"] if replaced else []
-    done += ["those of the evaluation were left out of it"] if replaced < len(recorded.bad_samples) else []
-    sentence = f"{numbers.several(count, 'sample')} could not be used"
+    done += ["those of the evaluation were left out of it"] if replaced < len(kept) else []
+    samples = f"{'at least ' if len(kept) < uses else ''}{numbers.several(len(times), 'sample')}"
+    sentence = f"{samples} could not be used" + (f", {uses:,} times in all" if uses > len(times) else "")
     return [Incident(None, "bad samples", sentence, evidence=[*lines, *more], done=done)]
 
 
@@ -364,4 +367,6 @@ def _culprit(found: dict[str, Any]) -> Pairs:
 
 def _cure(cure: dict[str, Any]) -> tuple[str, str]:
     works = {"True": "finite with it", "False": "not finite with it either"}.get(str(cure.get("works")), "not tried")
-    return f"{text(cure.get('kind'), 40).replace('_', ' ')} {text(cure.get('target'), 200)}".strip(), works
+    kind, target = text(cure.get("kind"), 40).replace("_", " "), text(cure.get("target"), 200)
+    # The remedy of a divergence has its words as target.
+    return (target if cure.get("kind") == "lower_rate" else f"{kind} {target}".strip()), works

@@ -137,8 +137,8 @@ def _curves(run: RunFacts) -> Iterator[Block]:
     if not charts:
         yield Paragraph(Span("No step was taken, so there is nothing to draw.", "dim"))
         return
-    how = "A triangle is a skipped step; hover for its reason, and over a curve for its numbers."
-    yield Paragraph(Span(how, "dim"))
+    skipped = "A triangle is a skipped step; hover for its reason, and over a curve for its numbers."
+    yield Paragraph(Span(skipped if run.recorded.skipped else "Hover over a curve for its numbers.", "dim"))
     yield from charts
     if lost := not_finite(run):
         yield Paragraph(Span(f"In no step was there a finite number for: {', '.join(lost)}.", "warn"))
