@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -130,3 +130,15 @@ def test_unknown_keys_cannot_play_with_the_terminal() -> None:
             resolved("task: t\n" + text)
         assert "\x1b" not in str(caught.value)
         assert "\\x1b[" in str(caught.value)
+
+
+@pytest.mark.wording
+def test_a_path_given_as_the_kind_of_a_set_is_answered_with_the_setting_for_paths() -> None:
+    class Folders(DataOptions):
+        name: Literal["folder", "shards"] = "folder"
+        path: str = "data"
+
+    schema: Any = Recipe[ModelOptions, Folders, LossOptions]
+    with pytest.raises(BadRecipe) as caught:
+        resolve(read_yaml(BASE, "file"), schema, read_flags(["--data", "/photos/pets"], schema), "mine")
+    assert "data.path=/photos/pets" in caught.value.do

@@ -329,7 +329,10 @@ def _complaint(key: str, kind: str, value: Any, fields: Fields) -> Complaint:
         return Complaint(f"{key} is {_shown(value)}: {reason}", allowed, f"{key}={fields.by_key[key].default}")
     choices = [word for word in allowed.replace(" or ", ", ").split(", ") if " " not in word]
     word = nearest(value, choices) if isinstance(value, str) else None
-    return Complaint(f"{key} is {_shown(value)}", allowed, f"did you mean {word}?" if word else "")
+    do = f"did you mean {word}?" if word else ""
+    if key == "data.name" and isinstance(value, str) and not word and len(PurePath(value).parts) > 1:
+        do = f"the path of a set is data.path={value}; data.name is its kind"
+    return Complaint(f"{key} is {_shown(value)}", allowed, do)
 
 
 def _unknown(key: str, fields: Fields) -> Complaint:
