@@ -31,16 +31,16 @@ import torch
 from halfstep import distributed
 from halfstep.checkpoint.commit import Saver, SaveResult
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.cli.pages.verify import speed_in_words
-from halfstep.cli.verify import described, look
 from halfstep.host_memory import keep_freed_memory
 from halfstep.journal.events import Journal
+from halfstep.json_data import json_data
 from halfstep.precision.hardware import describe
 from halfstep.recipe.names import read_flags as read_settings
 from halfstep.recipe.resolve import resolve
 from halfstep.recipe.sources import read_recipe
 from halfstep.recipe.strict_yaml import to_yaml
 from halfstep.runs.registry import task_class
+from halfstep.runs.verify import verify
 from halfstep.step.report import StepReport
 from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.loop import Loop
@@ -164,9 +164,8 @@ def throughput(folder: Path, from_disk: bool) -> dict[str, Any]:
             handle = os.open(file, os.O_RDONLY)
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(handle)
-    report = described(folder, look(folder))
-    keys = ("bytes", "seconds", "bytes_per_second", "limited_by", "seconds_hashing", "seconds_copying")
-    return {"words": speed_in_words(report), **{key: report[key] for key in (*keys, "bytes_from_disk")}}
+    speed = verify(folder).speed
+    return {"words": str(speed), **json_data(speed)}
 
 
 def disk_of(folder: Path) -> str:

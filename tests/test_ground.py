@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from halfstep import clock, errors, files
-from halfstep.cli.verify import NotExact
 from halfstep.data.sets.downloads import DownloadFailed
 from halfstep.finding import Finding
 
@@ -34,8 +33,18 @@ def test_every_error_is_in_the_tree_and_in_its_picture_and_has_an_id() -> None:
         if kind is not errors.HalfstepError:
             assert len(kind.__mro__) > len(errors.HalfstepError.__mro__) + 1, "it is also a builtin error"
     assert len({kind.id for kind in kinds}) == len(kinds)
-    for kind in (DownloadFailed, NotExact):
-        assert kind.id not in {one.id for one in kinds}
+    assert DownloadFailed.id not in {one.id for one in kinds}
+
+
+def test_ipython_shows_the_callers_lines_and_the_message() -> None:
+    import halfstep
+
+    with pytest.raises(errors.HalfstepError) as raised:
+        halfstep.choose_precision("bf61")
+    lines = raised.value._render_traceback_()
+    assert len(lines) == 2
+    assert 'halfstep.choose_precision("bf61")' in lines[0]
+    assert lines[1] == f"{type(raised.value).__name__}: {raised.value}"
 
 
 def test_the_id_of_an_error_is_its_classs_or_its_own_and_survives_pickling() -> None:

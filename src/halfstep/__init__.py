@@ -40,9 +40,14 @@ if _typing.TYPE_CHECKING:
     from halfstep.precision.precision import widen as widen
     from halfstep.precision.select import choose_precision as choose_precision
     from halfstep.report.written import report as report
+    from halfstep.runs.export_run import export as export
+    from halfstep.runs.export_run import export_sharded as export_sharded
     from halfstep.runs.fit import fit as fit
     from halfstep.runs.listing import runs as runs
     from halfstep.runs.load import load as load
+    from halfstep.runs.replay import failed_steps as failed_steps
+    from halfstep.runs.replay import replay as replay
+    from halfstep.runs.verify import verify as verify
     from halfstep.step.ema import Ema as Ema
     from halfstep.step.loss import Counted as Counted
     from halfstep.step.loss import DynamicScale as DynamicScale
@@ -84,15 +89,20 @@ _HOMES = {
     "diagnose": "guard.diagnosis.diagnoser",
     "doctor": "doctor.report",
     "estimate": "measure.memory.estimate",
+    "export": "runs.export_run",
+    "export_sharded": "runs.export_run",
+    "failed_steps": "runs.replay",
     "fit": "runs.fit",
     "from_accelerate": "adapters.accelerate",
     "island": "precision.island",
     "load": "runs.load",
     "plan": "measure.plan.plan",
     "profile": "measure.profile.profile",
+    "replay": "runs.replay",
     "report": "report.written",
     "runs": "runs.listing",
     "survival": "measure.survival",
+    "verify": "runs.verify",
     "widen": "precision.precision",
     "windows": "step.window",
 }

@@ -1,4 +1,4 @@
-"""The errors that halfstep raises, in one tree; `cli.verify` and `data.sets.downloads` add one each.
+"""The errors that halfstep raises, in one tree; `data.sets.downloads` adds one.
 
 HalfstepError
 ├── WrongUse               a call that cannot work as it was written
@@ -18,6 +18,7 @@ HalfstepError
 ├── BadRecipe              a recipe that cannot be read, or that asks for something impossible
 ├── BadData                samples that are missing, unreadable, or not usable for the task
 ├── NoCheckpoint           a run that was saved, and that has no intact checkpoint
+├── NotExact               a resume that would not continue as the uninterrupted run
 ├── FolderTaken            a run folder that cannot be used
 ├── FolderLost             a run folder that was removed, moved or taken by another run while the run trained
 ├── StorageFailed          checkpoints that could not be written in repeated attempts
@@ -38,6 +39,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 USAGE, DATA, SOFTWARE, CANNOT_CREATE, STORAGE, TRY_AGAIN, REFUSED, CONFIGURATION = 64, 65, 70, 73, 74, 75, 77, 78
@@ -83,6 +85,12 @@ def option(name: str) -> str:
     return advice(f"--{name.replace('_', '-')}", f"{name}=True")
 
 
+def option_with(name: str, value: object) -> str:
+    """Return an option with a value as the caller gives it: `--weights last` or `weights="last"`."""
+    given = repr(value) if isinstance(value, int) else f'"{value}"'
+    return advice(f"--{name.replace('_', '-')} {value}", f"{name}={given}")
+
+
 def add_option(name: str) -> str:
     """Return the advice to launch the run with an option: `add --new` or `call fit(..., new=True)`."""
     return advice(f"add {option(name)}", f"call fit(..., {option(name)})")
@@ -116,6 +124,21 @@ class HalfstepError(Exception):
         if do:
             lines.append(f"  do: {do}")
         super().__init__("\n".join(lines))
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython prints for it: the caller's lines, without those of halfstep and torch, and the message.
+
+        `traceback.print_exception(error)` prints all of them.
+        """
+        import sys
+        import traceback
+
+        packages = (sys.modules.get(name) for name in ("halfstep", "torch", "IPython"))
+        inside = tuple(str(Path(str(package.__file__)).parent) for package in packages if package is not None)
+        frames = [one for one in traceback.extract_tb(self.__traceback__) if not one.filename.startswith(inside)]
+        cause = [f"from {in_one_line(self.__cause__)}"] if self.__cause__ is not None else []
+        lines = [line.rstrip("\n") for line in traceback.format_list(frames)]
+        return [*lines, f"{type(self).__name__}: {self}", *cause]
 
 
 # Each error is also a built-in one, so that code which catches ValueError or RuntimeError keeps working.
@@ -210,6 +233,10 @@ class NoCheckpoint(HalfstepError, RuntimeError, id="no-checkpoint"):
     """A run that was saved, and that has no intact checkpoint."""
 
     exit_code = DATA
+
+
+class NotExact(HalfstepError, RuntimeError, id="not-exact"):
+    """A resume that would not continue as the uninterrupted run."""
 
 
 class FolderTaken(HalfstepError, RuntimeError, id="folder-taken"):

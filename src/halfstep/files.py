@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from halfstep.errors import FolderTaken, StorageFailed
 from halfstep.ownership import check_ownership, owner_of
 
 T = TypeVar("T")
@@ -64,6 +65,22 @@ def renaming(path: Path) -> Iterator[Path]:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def storing(given: str, *, allowed: str, do: str) -> Iterator[None]:
+    """Turn an OSError inside the block into `StorageFailed`; `given` says what failed, and the reason is added."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(f"{given}: {error.strerror or error}", allowed=allowed, do=do) from None
+
+
+def refuse_taken(file: Path, overwrite: bool, *, do: str, flag: str = "") -> None:
+    """Raise `FolderTaken` for a file that exists, unless it may be overwritten; `flag` is the option for that."""
+    if file.is_dir() or (file.exists() and not overwrite):
+        more = f", or add {flag} to replace it" if flag and not file.is_dir() else ""
+        raise FolderTaken(f"{file} is there already", allowed="a name that is free", do=f"{do}{more}")
 
 
 def make_parent(path: Path) -> None:

@@ -25,8 +25,8 @@ from halfstep.checkpoint.commit import RankSnapshot, commit
 from halfstep.checkpoint.paths import Disk, generations
 from halfstep.checkpoint.reading import read_state
 from halfstep.cli.main import build
-from halfstep.cli.verify import VerifiedRun, look
 from halfstep.errors import USAGE, HalfstepError
+from halfstep.runs.verify import VerifiedRun, read_all
 from halfstep.train.state import COMPONENTS
 
 ROOT = Path(__file__).parents[2]
@@ -245,7 +245,7 @@ def test_a_run_that_is_saving_all_the_time_is_never_found_damaged(tmp_path: Path
     deadline = time.monotonic() + 30
     try:
         while len(names) < 100 and time.monotonic() < deadline:
-            verdicts = look(tmp_path).verdicts
+            verdicts = read_all(tmp_path).verdicts
             problems |= {one.problem for one in verdicts}
             names |= {one.generation.name for one in verdicts}
     finally:

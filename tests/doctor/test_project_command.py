@@ -129,7 +129,8 @@ def test_the_python_function_is_the_command() -> None:
     report = halfstep.doctor(project("guide_004_before"), variables={})
     assert not report.ready
     assert [finding.id for finding in report.findings] == ["settings.precision_mismatch"]
-    assert str(report).startswith("guide_004_before: not ready: 1 error")
+    assert str(report).startswith(report.status.final)
+    assert "settings.precision_mismatch" in report._repr_html_()
     # A part of the package that was imported before is in the function's place, and does the same.
     assert halfstep.doctor(project("guide_004_after"), variables={}).precision == "bf16"
 

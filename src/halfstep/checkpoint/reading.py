@@ -30,7 +30,7 @@ from halfstep.checkpoint.sealed import (
     state_of,
     tensors_of,
 )
-from halfstep.errors import BadData, HalfstepError, NoCheckpoint, OtherForm, StorageFailed, begin_again
+from halfstep.errors import BadData, HalfstepError, NoCheckpoint, OtherForm, StorageFailed, advice, begin_again
 from halfstep.files import LARGEST_JSON, strict_json
 
 MOST_STRANGERS = 1000
@@ -216,10 +216,11 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def _damaged(path: Path, error: Exception) -> HalfstepError:
     if is_passing(error):
         return _not_now(path.parent, f"{path.name}: {_in_words(error)}")
+    run = path.parent.parent.parent
     return BadData(
         f"{path} cannot be read: {_in_words(error)}",
         allowed="a checkpoint as halfstep wrote it",
-        do=f"halfstep verify {path.parent.parent.parent}",
+        do=advice(f"halfstep verify {run}", f'halfstep.verify("{run}")'),
     )
 
 

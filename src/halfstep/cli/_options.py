@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -13,7 +12,9 @@ import typer
 from typer.core import TyperCommand
 
 from halfstep.cli._completion import recipes, run_folders
-from halfstep.errors import INTERRUPTED, FolderTaken, StorageFailed, WrongUse
+from halfstep.errors import INTERRUPTED, WrongUse
+from halfstep.files import refuse_taken as refuse_taken
+from halfstep.files import storing as storing
 from halfstep.json_data import json_data
 from halfstep.precision.names import read_settings
 from halfstep.printable import in_line
@@ -204,17 +205,6 @@ def end(interrupted: bool) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
-# -- storing ----------------------------------------------------------------------------------------------------------
-# Output files: an OSError is reported in terms of the option the user gave.
-
-
-def refuse_taken(file: Path, overwrite: bool, *, do: str, flag: str) -> None:
-    """Raise `FolderTaken` for a file that exists, unless it may be overwritten; `flag` is the option for that."""
-    if file.is_dir() or (file.exists() and not overwrite):
-        more = "" if file.is_dir() else f", or add {flag} to replace it"
-        raise FolderTaken(f"{file} is there already", allowed="a name that is free", do=f"{do}{more}")
-
-
 def write_csv(rows: Sequence[Mapping[str, object]], file: Path) -> None:
     """Write a table with a column for every key that a row has."""
     import csv
@@ -227,12 +217,3 @@ def write_csv(rows: Sequence[Mapping[str, object]], file: Path) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(file, text.getvalue())
-
-
-@contextmanager
-def storing(given: str, *, allowed: str, do: str) -> Iterator[None]:
-    """Turn an OSError inside the block into `StorageFailed`; `given` says what failed, and the reason is added."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageFailed(f"{given}: {error.strerror or error}", allowed=allowed, do=do) from None

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from halfstep.cli._options import OwnTask, RunFolder, flag, print_json
-from halfstep.cli.pages.verify import VerifiedCheckpoint, VerifyReport, proof_page
-from halfstep.draw.terminal import show_page
-from halfstep.errors import BadData, HalfstepError, NoCheckpoint, WrongUse
-from halfstep.json_data import json_data
-from halfstep.numbers import several
-from halfstep.terminal import progress
-
-if TYPE_CHECKING:
-    from halfstep.checkpoint.paths import CheckpointDir
-    from halfstep.checkpoint.reading import CheckpointVerdict
-    from halfstep.train.resume_proof import Proof
+from halfstep.cli._options import OwnTask, RunFolder, flag, show_result
+from halfstep.errors import WrongUse
 
 GROUP = "Files"
 STEPS = 3
-TRIES = 10
-BRIEF = 0.05
-"""Seconds below which a throughput is mostly noise."""
-
-
-class NotExact(HalfstepError, RuntimeError, id="not-exact"):
-    """A resume that would not continue as the uninterrupted run."""
 
 
 def run(
@@ -51,206 +30,9 @@ def run(
             allowed="--steps and --task with --resume, which trains a few steps",
             do=f"halfstep verify {folder} --resume",
         )
-    result = look(folder)
-    report = described(folder, result)
-    if not json:
-        show_page(report.page())
-    failure = complaint(folder, result)
-    proof = None
-    if resume and failure is None:
-        proof = proven(folder, result.verdicts, steps or STEPS, task)
-        failure = _not_exact(proof)
-    if json:
-        told = None if proof is None else {**json_data(proof), "losses": len(proof.losses), "equal": proof.equal}
-        print_json({**json_data(report), **({} if told is None else {"proof": told})})
-    elif proof is not None and proof.equal:
-        show_page(proof_page(proof))
-    if failure is not None:
-        raise failure
+    from halfstep.runs.verify import verify
 
-
-# -- every byte -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class VerifiedRun:
-    """The result of reading every byte of every checkpoint, and where the time went."""
-
-    verdicts: list[CheckpointVerdict]
-    """Newest first."""
-    bytes: int
-    """Bytes that were found as written."""
-    seconds: float
-    hashing: float
-    """Seconds of user time."""
-    copying: float
-    """Seconds of system time, copying out of the page cache."""
-    from_disk: int
-    """Bytes that were in no cache."""
-
-    @property
-    def limited_by(self) -> str:
-        """Return the bottleneck of the verification, in words."""
-        waiting = self.seconds - self.hashing - self.copying
-        most = max(self.hashing, self.copying, waiting)
-        if most == self.hashing:
-            return "SHA-256 on one core"
-        if most == self.copying:
-            return "copying out of the system's cache"
-        # Waiting without reads from the disk means that the cores were busy.
-        return "the disk" if 10 * self.from_disk > self.bytes else "other programs on the cores"
-
-
-def look(folder: Path) -> VerifiedRun:
-    """Read every byte of every checkpoint. No lock is needed: a generation that disappears was retired by the run."""
-    from halfstep.checkpoint.paths import CHECKPOINTS, generations
-    from halfstep.train.run_folder import recipe_in
-
-    place = recipe_in(folder).parent / CHECKPOINTS
-    # A run that saves often may retire every listed generation while the first is read.
-    for _ in range(TRIES):
-        found = generations(place)
-        result = _verify_all(found)
-        if result.verdicts or not found:
-            break  # otherwise the run retired all of them and has saved new ones
-    return result
-
-
-def _verify_all(found: list[CheckpointDir]) -> VerifiedRun:
-    from halfstep.checkpoint.reading import verified
-
-    total, done = sum(map(_size, found)), 0
-    before, began = _spent(), time.perf_counter()
-    with progress("verifying", "MB") as on_progress:
-
-        def count(read: int) -> None:
-            nonlocal done
-            done += read
-            on_progress(done // 10**6, total // 10**6)
-
-        def verify_one(generation: CheckpointDir) -> CheckpointVerdict | None:
-            # A problem in a generation that is gone by now is no problem: the run retired it while it was read.
-            verdict = verified(generation, count)
-            return verdict if verdict.problem is None or os.path.lexists(generation.path) else None
-
-        verdicts = [verdict for one in found if (verdict := verify_one(one)) is not None]
-    seconds = time.perf_counter() - began
-    # User time is SHA-256, system time is copying; the rest of the wall time is waiting.
-    hashing, copying, blocks = (now - then for now, then in zip(_spent(), before, strict=True))
-    # ru_inblock counts blocks of 512 bytes.
-    return VerifiedRun(verdicts, done, seconds, hashing, copying, int(blocks) * 512)
-
-
-def _spent() -> tuple[float, float, int]:
-    """Return this thread's user seconds, system seconds, and blocks read from disk."""
-    try:
-        import resource
-
-        used = resource.getrusage(resource.RUSAGE_THREAD)
-        return used.ru_utime, used.ru_stime, used.ru_inblock
-    except (ImportError, AttributeError):  # RUSAGE_THREAD is Linux only
-        return time.thread_time(), 0.0, 0
-
-
-def _size(generation: CheckpointDir) -> int:
-    try:
-        return sum(file.lstat().st_size for file in generation.path.iterdir())
-    except OSError:
-        return 0
-
-
-# -- what it means ----------------------------------------------------------------------------------------------------
-
-
-def complaint(folder: Path, result: VerifiedRun) -> HalfstepError | None:
-    """Return the error for missing or corrupt checkpoints, with what a resume would do; None where all are intact."""
-    if not result.verdicts:
-        return NoCheckpoint(
-            f"{folder} has no checkpoints",
-            allowed="a run that has been saved: every checkpoint.every_steps steps, and after each epoch",
-            do="start it with the same command, and verify when it has been saved",
-        )
-    damaged = [one for one in result.verdicts if one.problem is not None]
-    whole = [one for one in result.verdicts if one.problem is None]
-    if not damaged:
-        return None
-    if not whole:
-        return NoCheckpoint(
-            f"none of the {len(damaged)} checkpoints is whole"
-            if len(damaged) > 1
-            else "the only checkpoint is damaged",
-            allowed="at least one checkpoint as it was written; without one a resume is refused",
-            do="bring back the folder from a copy, or begin again with --new, in a folder of its own",
-        )
-    return BadData(
-        f"{len(damaged)} of {len(result.verdicts)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged",
-        allowed="checkpoints as they were written",
-        do=_what_a_resume_does(folder, result),
-    )
-
-
-def _what_a_resume_does(folder: Path, result: VerifiedRun) -> str:
-    from halfstep.train.run_folder import is_finished
-
-    newest = next(one for one in result.verdicts if one.problem is None).generation
-    if is_finished(folder):
-        return "nothing, if you need the weights only: the run is finished, and nothing goes on from its checkpoints"
-    if result.verdicts[0].problem is None:
-        return f"nothing has to be done for a resume: it goes on from {newest.name}, the newest, which is whole"
-    lost = result.verdicts[0].generation.attempt - newest.attempt
-    again = f", and does at least {several(lost, 'step')} again" if lost else ""
-    return f"start the run with the same command: it goes on from {newest.name} (step {newest.attempt:,}){again}"
-
-
-def described(folder: Path, result: VerifiedRun) -> VerifyReport:
-    """Return the report of a verification."""
-    from halfstep.checkpoint.paths import CHECKPOINTS, set_aside
-
-    checkpoints = []
-    for one in result.verdicts:
-        size, ranks = (one.manifest.bytes, one.manifest.world_size) if one.manifest else (_size(one.generation), None)
-        named = (one.generation.name, one.generation.attempt)
-        checkpoints.append(VerifiedCheckpoint(*named, one.problem is None, one.problem, size, ranks))
-    newest = next((one.name for one in checkpoints if one.whole), None)
-    speed, limited_by = (result.bytes / result.seconds, result.limited_by) if result.seconds >= BRIEF else (None, None)
-    parts = (result.hashing, result.copying, result.from_disk)
-    aside = [path.name for path in set_aside(folder / CHECKPOINTS)]
-    return VerifyReport(folder, checkpoints, newest, aside, result.bytes, result.seconds, speed, limited_by, *parts)
-
-
-# -- k + k = 2k -------------------------------------------------------------------------------------------------------
-
-
-def proven(folder: Path, verdicts: list[CheckpointVerdict], steps: int, task: Path | None) -> Proof:
-    """Train a few steps in two ways in a temporary folder, and compare. Raise `WrongUse` for a run of several ranks."""
-    import tempfile
-
-    from halfstep.runs.finished import rebuilding
-    from halfstep.runs.registry import task_from_file
-    from halfstep.train.resume_proof import prove
-
-    # The proof trains in this process alone, without the other ranks.
-    together = max(one.manifest.world_size for one in verdicts if one.manifest is not None)
-    if together > 1:
-        raise WrongUse(
-            f"--resume for a run of {together} processes",
-            allowed="runs of one process; the checkpoints of all processes were checked, byte for byte",
-            do=f"halfstep verify {folder}, without --resume",
-        )
-    own = (lambda: task_from_file(task)[0]) if task is not None else None
-    with tempfile.TemporaryDirectory(prefix="halfstep-verify-") as place, progress("proving", "steps") as on_progress:
-        return prove(rebuilding(folder, own), [one.generation for one in verdicts], steps, Path(place), on_progress)
-
-
-def _not_exact(proof: Proof) -> NotExact | None:
-    if proof.equal:
-        return None
-    lines = [str(one) for one in (proof.loss, proof.state) if one is not None]
-    title = f"{proof.steps} + {proof.steps} steps are not {2 * proof.steps} steps:"
-    if not proof.repeatable:
-        title = f"the same {proof.steps} steps came out in two ways, before anything was resumed:"
-    return NotExact(
-        "\n    ".join([title, *lines]),
-        allowed="random numbers from torch, numpy.random and random, which a checkpoint keeps; kernels that repeat",
-        do="look in the task for a generator, a counter or a clock of its own, and draw from torch instead",
-    )
+    report = verify(folder, resume_steps=(steps or STEPS) if resume else None, task=task)
+    show_result(report, report.checked_page(), json)
+    if report.error is not None:
+        raise report.error

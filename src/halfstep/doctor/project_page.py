@@ -76,6 +76,16 @@ class ProjectReport(ShownAsPage):
     findings: list[LocatedFinding]
     status: ProjectStatus
 
+    @property
+    def ready(self) -> bool:
+        """Return whether there is no error outside of tests; `halfstep doctor FOLDER` then ends with exit code 0."""
+        return self.status.aligned
+
+    @property
+    def precision(self) -> str | None:
+        """Return what all settings ask for; `several` where runs differ, None where nothing speaks of it."""
+        return self.status.precision
+
     def page(self) -> Page:
         """Return the page about it."""
         return project_page(self)

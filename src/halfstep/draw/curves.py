@@ -17,6 +17,13 @@ Form = Callable[[float], str]
 def draw_curves(run: Series | Iterable[Mapping[str, Any]], path: Path) -> None:
     """Write the curves of a run as SVG, atomically. Curves of a run without steps say so."""
     series = run if isinstance(run, Series) else series_of(run)
+    charts = run_curves(series)
+    lost = "no finite loss" if charts[0].is_empty and series.attempt else ""
+    write_svg(charts, path, ", ".join(filter(None, [series.title, lost])))
+
+
+def run_curves(series: Series) -> list[Curves]:
+    """Return the charts of a run: its loss, its metric, its learning rate, and its loss scale if it has one."""
     of_steps = series.attempt
     charts = [loss_curves((of_steps, series.loss), series.of_epochs("loss")[1], series.skips)]
     if series.metric not in ("", "loss"):
@@ -24,8 +31,7 @@ def draw_curves(run: Series | Iterable[Mapping[str, Any]], path: Path) -> None:
     charts.append(rate_curves((of_steps, series.lr)))
     if is_scaled(series.loss_scale):
         charts.append(scale_curves((of_steps, series.loss_scale), series.skips))
-    lost = "no finite loss" if charts[0].is_empty and of_steps else ""
-    write_svg(charts, path, ", ".join(filter(None, [series.title, lost])))
+    return charts
 
 
 def loss_curves(train: Points, val: Points, skips: Skips, form: Form = short_number) -> Curves:

@@ -35,6 +35,9 @@ from halfstep.page import (
     spans_of,
 )  # fmt: skip
 
+_LIGHT_THEMES = ('html[theme="light"]', 'body[data-jp-theme-light="true"]', "body.vscode-light")
+_DARK_THEMES = ('html[theme="dark"]', 'body[data-jp-theme-light="false"]', "body.vscode-dark")
+"""How Colab, JupyterLab and VS Code mark their theme, which need not be that of the system."""
 _CLASSES = {"dim": "soft", "good": "good", "warn": "warn", "bad": "bad", "note": "note"}
 
 
@@ -89,7 +92,10 @@ def _document_style() -> str:
 @lru_cache(maxsize=1)
 def _fragment_style() -> str:
     colors, rules = _colors_and_rules()
-    return f"{colors}.halfstep {{{rules.replace('&.halfstep', '&')}}}"
+    light, dark = (part[part.rindex("{") + 1 : part.index("}")] for part in colors.split("/* dark */"))
+    themes = f":is({', '.join(_LIGHT_THEMES)}) .halfstep {{{light} color-scheme: light; }}\n"
+    themes += f":is({', '.join(_DARK_THEMES)}) .halfstep {{{dark} color-scheme: dark; }}\n"
+    return f"{colors}{themes}.halfstep {{{rules.replace('&.halfstep', '&')}}}"
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------

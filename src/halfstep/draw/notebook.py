@@ -23,5 +23,11 @@ class ShownAsPage:
         return html_fragment(self.page())
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        """Return the HTML and the plain text, which a terminal's IPython shows in place of the dataclass."""
-        return {"text/html": self._repr_html_(), "text/plain": str(self)}
+        return mimebundle(self.page(), str(self))
+
+
+def mimebundle(page: Page, text: str) -> dict[str, str]:
+    """Return the HTML of a page, and its text, which a terminal's IPython shows in place of the dataclass."""
+    from halfstep.draw.html import html_fragment
+
+    return {"text/html": html_fragment(page), "text/plain": text}

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.page import Block, Items, Page, Paragraph, Span, Text
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import StepInputs
 from halfstep.user_code import warn_user
@@ -78,7 +80,7 @@ class Cure:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(ShownAsPage):
     """The cause of a failed step, its origin, the evidence and possible remedies."""
 
     cause: Cause
@@ -91,6 +93,18 @@ class Verdict:
 
     def __str__(self) -> str:
         return "\n".join([self.sentence, *(f"  {one}" for one in self.evidence)])
+
+    def page(self) -> Page:
+        """Return the page about it: the sentence, and the evidence."""
+        shown: tuple[Block, ...] = (Paragraph(self.colored_sentence()),)
+        if self.evidence:
+            shown += (Items(self.evidence, dashes=True),)
+        return Page("why a step failed", shown)
+
+    def colored_sentence(self) -> Text:
+        """Return the sentence with its cause in color."""
+        cause = Span(self.cause.replace("_", " "), "good" if self.cause == "warm_up" else "warn", strong=True)
+        return cause, f": {self.sentence.removeprefix(f'{self.cause}: ')}"
 
     def as_dict(self) -> dict[str, object]:
         """Return the verdict as plain data."""

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from halfstep import distributed
+from halfstep.draw.notebook import ShownAsPage
 from halfstep.errors import HalfstepError, PrecisionRefused
 from halfstep.finding import Finding
+from halfstep.page import Items, Page, Paragraph, finding_box
 from halfstep.precision.hardware import Device, ability, describe
 from halfstep.precision.names import AMP, AUTO, FP8, FP64, Named, precision_names, read_step_precision
 from halfstep.precision.precision import Precision, precision_named
@@ -82,7 +84,7 @@ _log = logging.getLogger("halfstep")
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(ShownAsPage):
     """The precision of a run, with the reasons that led to it."""
 
     precision: Precision
@@ -94,6 +96,12 @@ class Choice:
 
     def __str__(self) -> str:
         return "\n".join([f"{self.precision.name} on {self.device.name}", *self.reasons])
+
+    def page(self) -> Page:
+        """Return the page about it: the precision, the reasons, and the findings."""
+        found = (finding_box(one.id, one.severity, one.evidence, one.fix) for one in self.findings)
+        first = Paragraph(f"{self.precision.name} on {self.device.name}")
+        return Page("precision", (first, Items(self.reasons), *found))
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -6,8 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfstep.draw.notebook import ShownAsPage
 from halfstep.errors import StorageFailed, UnknownName, WrongUse, advice
 from halfstep.files import write_text
+from halfstep.page import Page, Paragraph, Span
 from halfstep.report.compare import Comparison, compare
 from halfstep.report.examined import examine as examine_run
 from halfstep.report.html import page_of
@@ -20,7 +22,7 @@ FORMATS = {"html": ".html", "md": ".md"}
 
 
 @dataclass(frozen=True)
-class WrittenReport:
+class WrittenReport(ShownAsPage):
     """A page that was written, and what it is about."""
 
     reports: tuple[Source, ...]
@@ -40,9 +42,11 @@ class WrittenReport:
         """Return whether a run of the page is not over."""
         return any(not run.is_over for run in self.runs)
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """Return the verdicts, and the file."""
         about = [self.comparison] if self.comparison else self.reports
-        return "\n".join([*(one.verdict for one in about), f"{self.file} ({self.bytes / 1000:,.0f} kB)"])
+        file = Paragraph((Span(str(self.file), strong=True), f" ({self.bytes / 1000:,.0f} kB)"), wrap=False)
+        return Page("report", (*(Paragraph(one.verdict) for one in about), file))
 
 
 def report(

@@ -26,7 +26,10 @@ from halfstep.errors import (
     NoCheckpoint,
     StateMismatch,
     WrongUse,
+    advice,
     in_one_line,
+    option,
+    option_with,
     unknown_name,
 )
 from halfstep.files import replacing
@@ -111,17 +114,20 @@ def file_of(chosen: str, averaged: bool) -> str:
 def chosen_weights(folder: Path, task: Task, which: str | None, average: bool | None) -> tuple[str, bool]:
     """Return which of `SOURCES` is meant, and whether averaged weights; raise as `exported` does."""
     if which is not None and which not in SOURCES:
-        raise unknown_name("--weights", which, SOURCES)
+        raise unknown_name(advice("--weights", "weights"), which, SOURCES)
     has = task.recipe.train.ema is not None
     if average and not has:
-        raise WrongUse("--ema for a run that kept no average", allowed="a run with train.ema", do="leave --ema out")
+        ema = option("ema")
+        raise WrongUse(f"{ema} for a run that kept no average", allowed="a run with train.ema", do=f"leave {ema} out")
     averaged = has if average is None else average
     chosen = which or ("best" if is_finished(folder) else CHECKPOINT)
     if chosen == "best" and has and not averaged:
+        plain = advice("--no-ema", "ema=False")
+        both = advice(" ", ", ").join((option_with("weights", "last"), plain))
         raise WrongUse(
-            "--no-ema with the best weights: those of this run are averaged, as they were evaluated",
+            f"{plain} with the best weights: those of this run are averaged, as they were evaluated",
             allowed="last and checkpoint, which have both",
-            do="write --weights last --no-ema, or leave --no-ema out",
+            do=f"write {both}, or leave {plain} out",
         )
     return chosen, averaged
 
@@ -172,7 +178,7 @@ def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
         raise BadData(
             f"{generation.name} has weights that are not finite",
             allowed="finite weights",
-            do="write --weights best, which was evaluated",
+            do=f"write {option_with('weights', 'best')}, which was evaluated",
         )
     progress = state.position["progress"]
     epoch = progress["epoch"] + (progress["step_in_epoch"] > 0)
@@ -184,13 +190,14 @@ def newest_checkpoint(folder: Path) -> CheckpointDir:
     try:
         verdict, _ = newest_intact(folder / CHECKPOINTS)
     except NoCheckpoint as error:
-        files = "write --weights best, or --weights last: files of their own, written after each epoch"
+        best, last = option_with("weights", "best"), option_with("weights", "last")
+        files = f"write {best}, or {last}: files of their own, written after each epoch"
         raise NoCheckpoint(error.given, allowed="a checkpoint as it was written", do=files) from None
     if verdict is None:
         raise BadData(
             f"{folder} has no checkpoints, and is not finished",
             allowed="a run that has been saved: every checkpoint.every_steps steps, and after each epoch",
-            do="start it with the same command, and export when it has been saved",
+            do=f"start it with the same {advice('command', 'call')}, and export when it has been saved",
         )
     return verdict.generation
 
@@ -303,7 +310,7 @@ def checked(model: nn.Module, written: Written, signature: Signature, images: li
             f"the file computes something else than the model: {difference:.2g} apart, "
             f"{found.agreement:.2%} of the same class",
             allowed=f"at most {FARTHEST:g} of the largest number, and {ENOUGH:.1%} of the same class",
-            do="write --format safetensors",
+            do=f"write {option_with('format', 'safetensors')}",
         )
     return found
 
@@ -379,9 +386,10 @@ def _code_checked(found: Exported, signature: Signature, draft: Path, format: st
 def _weights_alone(found: Exported, file: Path, format: str, notes: Mapping[str, str]) -> None:
     if format != "safetensors":
         raise WrongUse(
-            f"--format {format} for the task {found.task.recipe.task}, which does not say what its model takes",
+            f"{option_with('format', format)} for the task {found.task.recipe.task}, which does not say what its model "
+            "takes",
             allowed="segmentation, classification, or a task of your own with a `signature`",
-            do="write --format safetensors: its weights alone",
+            do=f"write {option_with('format', 'safetensors')}: its weights alone",
         )
     tensors = as_saved(found.model)
     with replacing(file) as draft:
@@ -447,7 +455,7 @@ def _traced(found: Exported, image: Tensor) -> tuple[Any, bool, bool]:
     raise WrongUse(
         f"torch.export cannot follow {found.name}: {in_one_line(reason) if reason else ''}",
         allowed="models without decisions that depend on numbers",
-        do="write --format safetensors",
+        do=f"write {option_with('format', 'safetensors')}",
     )
 
 
@@ -486,9 +494,9 @@ def _onnx_packages() -> Any:
         import onnxscript  # type: ignore[import-not-found,import-untyped]  # noqa: F401
     except ImportError as error:
         raise MissingExtra(
-            f"--format onnx without the package {error.name}",
+            f"{option_with('format', 'onnx')} without the package {error.name}",
             allowed="halfstep with its extra onnx: onnx, onnxscript and onnxruntime, which checks the file",
-            do="pip install 'halfstep[onnx]', or write --format torch_export",
+            do=f"pip install 'halfstep[onnx]', or write {option_with('format', 'torch_export')}",
         ) from error
     return onnxruntime
 
@@ -499,7 +507,7 @@ def _fits_into_one_file(model: nn.Module) -> None:
         raise WrongUse(
             f"{total / 1e9:.1f} GB of weights in one ONNX file",
             allowed=f"at most {LARGEST_ONNX / 1e9:.0f} GB",
-            do="write --format torch_export",
+            do=f"write {option_with('format', 'torch_export')}",
         )
 
 

@@ -13,10 +13,12 @@ from torch import nn
 from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.checkpoint.reading import newest_intact, read_state
 from halfstep.data.to_device import placed
-from halfstep.errors import BadData, NoCheckpoint, WrongUse
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.errors import BadData, NoCheckpoint, WrongUse, advice, option_with
 from halfstep.files import read_json
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal.events import Journal
+from halfstep.page import Page, Paragraph
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.recipe.resolve import validated
 from halfstep.recipe.sources import read_recipe
@@ -39,7 +41,7 @@ WHICH = {"best": BEST, "last": LAST}
 
 
 @dataclass(frozen=True)
-class TrainedModel:
+class TrainedModel(ShownAsPage):
     """The model of a run on its device, with its task and its precision."""
 
     folder: Path
@@ -52,6 +54,10 @@ class TrainedModel:
     def __str__(self) -> str:
         task, weights = self.task.recipe.task, sum(p.numel() for p in self.model.parameters())
         return f"{self.folder}: {task}, {weights:,} weights, in {self.choice.precision.name} on {self.device}"
+
+    def page(self) -> Page:
+        """Return the page about it: what it predicts, and with what."""
+        return Page(f"model of {self.folder}", (Paragraph(str(self), wrap=False),))
 
     def channels(self) -> int:
         """Return how many channels the task reads of an image."""
@@ -131,13 +137,13 @@ def model_with(task: Task, weights: Path) -> nn.Module:
         raise BadData(
             f"no weights at {weights}: no evaluation of the run was finite",
             allowed=f"{', '.join(WHICH)}, or a .safetensors file",
-            do="write --weights last",
+            do=f"write {option_with('weights', 'last')}",
         )
     if not weights.is_file():
         raise BadData(
             f"no weights at {weights}",
             allowed=f"{', '.join(WHICH)}, or a .safetensors file",
-            do="train the run to its first evaluation, or give --weights PATH",
+            do=f"train the run to its first evaluation, or give {option_with('weights', 'PATH')}",
         )
     # The weights are loaded below; fetching pretrained ones first would be wasted, and may fail offline.
     task.recipe = without_weights(task.recipe)
@@ -164,7 +170,7 @@ def elsewhere(finished: Finished, place: Path) -> Finished:
         raise WrongUse(
             f"a folder for {finished.folder}: the task {finished.recipe.task} is evaluated on its own data alone",
             allowed="runs of segmentation and classification",
-            do=f"halfstep evaluate {finished.folder}",
+            do=_evaluate_call(finished),
         )
     _check(place, finished)
     # Absolute: a relative name would be looked up below the data folder first.
@@ -181,6 +187,14 @@ def elsewhere(finished: Finished, place: Path) -> Finished:
     return replace(finished, recipe=recipe, task=task)
 
 
+def _evaluate_call(finished: Finished, data: str | Path | None = None) -> str:
+    """Return how the caller evaluates a run, on a folder if one is given."""
+    run = finished.folder
+    if data is None:
+        return advice(f"halfstep evaluate {run}", f'halfstep.evaluate("{run}")')
+    return advice(f"halfstep evaluate {run} {data}", f'halfstep.evaluate("{run}", "{data}")')
+
+
 def _kind(data: Any, place: Path) -> str:
     """Return the kind of the training data; for generated data, the kind the folder looks like."""
     if data.name != DRAWN:
@@ -193,7 +207,7 @@ def _check(place: Path, finished: Finished) -> None:
         raise BadData(
             f"{place} is {'no folder' if place.exists() else 'not there'}",
             allowed="a folder of labelled samples, laid out as the training data were",
-            do=f"halfstep evaluate {finished.folder} FOLDER, or without FOLDER for its own validation data",
+            do=f"{_evaluate_call(finished, 'FOLDER')}, or without FOLDER for its own validation data",
         )
     # A class may be called test or val as well.
     splits = [name for name in ("test", "val") if (place / name).is_dir()]
@@ -201,7 +215,7 @@ def _check(place: Path, finished: Finished) -> None:
         raise BadData(
             f"{place} holds the folder {splits[0]}, which is a set of its own",
             allowed="the folder of one set",
-            do=f"halfstep evaluate {finished.folder} {place / splits[0]}",
+            do=_evaluate_call(finished, place / splits[0]),
         )
 
 

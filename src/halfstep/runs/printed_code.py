@@ -107,7 +107,7 @@ def run_code(texts: list[str], signature: Signature, folder: Path) -> list[Array
         raise WrongUse(
             f"the printed code fails: {last}",
             allowed="code that runs on the run's own images",
-            do="use halfstep.load(RUN).predict(image), or write another --format",
+            do="use halfstep.load(RUN).predict(image), or write another format",
         )
     with np.load(place) as answers:
         return [answers[str(number)] for number in range(len(texts))]

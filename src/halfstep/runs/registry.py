@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import pkgutil
 import sys
 import types
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from halfstep import tasks
-from halfstep.errors import Contradiction, HalfstepError, WrongUse, missing_extra, unknown_name
+from halfstep.errors import Contradiction, HalfstepError, WrongUse, advice, missing_extra, unknown_name
 from halfstep.tasks import options
 
 if TYPE_CHECKING:
@@ -75,6 +76,11 @@ def task_from_file(path: str | Path) -> tuple[type[Task], str]:
     digest = hashlib.sha256(text).hexdigest()
     module = _executed(path, text, digest)
     return _task_in(module, str(path)), digest
+
+
+def own_task(task: type[Task] | str | os.PathLike[str]) -> type[Task]:
+    """Return a task of the user's own, given as its class or as the file that defines it."""
+    return task if isinstance(task, type) else task_from_file(Path(task))[0]
 
 
 def _task_in(module: types.ModuleType, where: str) -> type[Task]:
@@ -154,7 +160,7 @@ def _checked(found: object, where: str) -> type[Task]:
 def _read(path: Path) -> bytes:
     allowed = "a Python file of at most 1 MiB"
     if not path.is_file():
-        raise WrongUse(f"no file at {path}", allowed=allowed, do="check the path given to --task")
+        raise WrongUse(f"no file at {path}", allowed=allowed, do=f"check the path given to {advice('--task', 'task=')}")
     with path.open("rb") as file:
         # One byte more than allowed shows a larger file without reading all of it.
         text = file.read(LARGEST_FILE + 1)

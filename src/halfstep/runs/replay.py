@@ -1,19 +1,20 @@
-"""Replay a failed step in several precisions."""
+"""`halfstep.replay`: run a failed step again in several precisions, and `halfstep.failed_steps`, which lists them."""
 
 from __future__ import annotations
 
 import functools
+import os
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.errors import BadData, HalfstepError
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations
+from halfstep.errors import BadData, HalfstepError, advice, reason_in
 from halfstep.guard.diagnosis.diagnose import diagnose
 from halfstep.guard.diagnosis.rerun import ReplayConfig
 from halfstep.guard.diagnosis.trials import TrialOutcome, Trials
@@ -23,28 +24,180 @@ from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.journal.text import GAVE_UP
 from halfstep.observe.recorder import uses_compiled
+from halfstep.precision.names import read_precision
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.recipe.schema import AUTO
+from halfstep.recipe.sources import read_recipe
 from halfstep.runs.finished import task_of
-from halfstep.runs.replay_page import RecordedStep, ReplayReport, Rerun
+from halfstep.runs.registry import own_task
+from halfstep.runs.replay_page import FailedStepList, ListedStep, RecordedStep, ReplayReport, Rerun
 from halfstep.status_line import OnProgress
 from halfstep.step.report import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, refused_by
 from halfstep.step.step_inputs import StepInputs
+from halfstep.terminal import progress
 from halfstep.train.environment import differences, environment
 from halfstep.train.failed_steps.reading import (
     Record,
+    cut_off,
     load_attempt,
     load_model,
+    read,
     recipe_digest,
+    recorded_at,
+    recorded_in,
     recorded_precision,
+    refuse_earlier,
+    refuse_elsewhere,
+    replay_call,
     run_of,
 )
 from halfstep.train.give_up import launcher, lower_lr, recipe_lr
 from halfstep.train.process_group import device_of
-from halfstep.train.run_folder import RECIPE, is_finished
+from halfstep.train.run_folder import RECIPE, is_finished, recipe_in
 from halfstep.train.setup import compile_in_place, make_model, without_weights
 from halfstep.train.task import Task
+
+# -- one call ---------------------------------------------------------------------------------------------------------
+
+
+def replay(
+    run: str | os.PathLike[str],
+    *,
+    attempt: int | None = None,
+    precision: str | None = None,
+    task: type[Task] | str | os.PathLike[str] | None = None,
+) -> ReplayReport:
+    """Run a failed step of a run again: the origin of its non-finite values, whether precision caused it, and the fix.
+
+    Args:
+        run: The folder of a run, or of one failed step of it.
+        attempt: Which failed step; the newest that is intact if left out.
+        precision: Another precision than the step's.
+        task: The class of a task of your own, or its file.
+
+    Returns:
+        The verdict, the step in several precisions, and the command that fixes the run. Interrupted, what was found so
+        far.
+
+    Raises:
+        BadData: The folder holds no run, the run recorded no failed step, or the step's record is damaged.
+    """
+    folder, found = _recorded(Path(os.path.expanduser(run)))
+    if not found:
+        raise BadData(
+            f"{folder} has no failed step on record",
+            allowed="a run whose guard looked into a step",
+            do=advice(f"halfstep replay {folder} --list", f'halfstep.failed_steps("{folder}") says why'),
+        )
+    asked = read_precision(precision).name if precision else None
+    record = read(_chosen(folder, found, attempt))
+    replayed = open_recorded(record, precision=asked, own=None if task is None else own_task(task))
+    findings = _Findings()
+    try:
+        with progress("replaying", "reruns") as on_progress:
+            _rerun_all(replayed, findings, on_progress)
+        findings.do, findings.command = _remedy(findings.verdict, replayed, folder, task)
+    except KeyboardInterrupt:
+        findings.interrupted = True
+    return ReplayReport(
+        run=folder,
+        recorded=_described(record),
+        precision=replayed.choice.precision.name,
+        device=replayed.choice.device.name,
+        verdict=findings.verdict,
+        same_culprit=findings.same_culprit,
+        reruns=tuple(findings.reruns),
+        notes=replayed.notes,
+        do=findings.do,
+        command=findings.command,
+        interrupted=findings.interrupted,
+    )
+
+
+def failed_steps(run: str | os.PathLike[str]) -> FailedStepList:
+    """List the failed steps that a run recorded, oldest first; nothing is run.
+
+    Args:
+        run: The folder of a run, or of one failed step of it.
+
+    Raises:
+        BadData: The folder holds no run.
+    """
+    folder, found = _recorded(Path(os.path.expanduser(run)))
+    rows = []
+    for place in found:
+        record = _read(place)
+        known = (None, record) if isinstance(record, str) else (_described(record), "")
+        rows.append(ListedStep(place.path, place.attempt, *known))
+    return FailedStepList(folder, _guard_of(folder), tuple(rows))
+
+
+@dataclass
+class _Findings:
+    """What a replay has found so far; an interrupt keeps it."""
+
+    reruns: list[Rerun] = field(default_factory=list)
+    verdict: Verdict | None = None
+    same_culprit: bool | None = None
+    do: str = ""
+    command: str = ""
+    interrupted: bool = False
+
+
+# -- recorded steps ---------------------------------------------------------------------------------------------------
+
+
+def _recorded(folder: Path) -> tuple[Path, list[CheckpointDir]]:
+    """Return the run's folder and its failed steps; for the folder of one failed step, only that one."""
+    refuse_earlier(folder)
+    # A user may point at one failed step instead of its run.
+    if (only := recorded_at(folder)) is not None:
+        return recipe_in(run_of(folder)).parent, [only]
+    run = recipe_in(folder).parent
+    try:
+        refuse_elsewhere(run)
+    except OSError as error:
+        raise BadData(
+            str(error),
+            allowed="the folder that the run made",
+            do="move it away: the next step that fails makes a folder",
+        ) from None
+    return folder, recorded_in(run)
+
+
+def _chosen(run: Path, found: list[CheckpointDir], attempt: int | None) -> CheckpointDir:
+    if attempt is None:
+        # Where none is intact, opening the newest reports what is wrong.
+        records = ((place, _read(place)) for place in reversed(found))
+        whole = (place for place, record in records if not isinstance(record, str) and not record.step.without)
+        return next(whole, found[-1])
+    for place in reversed(found):
+        if place.attempt == attempt:
+            return place
+    raise BadData(
+        f"attempt {attempt:,} of {run} was not recorded",
+        allowed=", ".join(str(place.attempt) for place in found),
+        do=replay_call(run, found[-1].attempt),
+    )
+
+
+def _read(place: CheckpointDir) -> Record | str:
+    """Return the record, or what is wrong with it as far as it shows without reading its tensors."""
+    try:
+        record = read(place)
+        return cut_off(record) or record
+    except HalfstepError as error:
+        return reason_in(error)
+
+
+def _guard_of(run: Path) -> str:
+    """Return the guard mode of the run's recipe, from its long or short form."""
+    section = read_recipe(str(run / RECIPE)).raw.get("guard")
+    mode = section.get("mode") if isinstance(section, dict) else section
+    # YAML 1.1 reads the word off as a boolean.
+    return "off" if mode in (False, "off") else str(mode or "watch")
+
 
 # -- replayed ---------------------------------------------------------------------------------------------------------
 # Load a failed step: model and batch from its record, the task from the run's recipe.
@@ -74,7 +227,7 @@ def open_recorded(record: Record, *, precision: str | None, own: type[Task] | No
         raise BadData(
             f"attempt {step.report.attempt:,} was recorded without its tensors: {step.without}",
             allowed="a step whose weights and batch were kept",
-            do="read what the run said about it: add --list",
+            do=f"read what the run said about it: {advice('add --list', 'halfstep.failed_steps(RUN)')}",
         )
     run = run_of(record.path)
     task = task_of(run, own)
@@ -130,7 +283,7 @@ ROUNDS = len(ALSO) + 3
 """Its own precision, those above, the diagnosis, and an island."""
 
 
-def described(record: Record) -> RecordedStep:
+def _described(record: Record) -> RecordedStep:
     """Return what the run recorded about the step."""
     step, report = record.step, record.step.report
     figures = (report.attempt, report.step, report.reason, report.loss, report.grad_norm, report.loss_scale)
@@ -138,9 +291,9 @@ def described(record: Record) -> RecordedStep:
     return RecordedStep(*figures, step.precision, tuple(step.islands), device, step.verdict, step.without)
 
 
-def replay(replayed: Replayed, report: ReplayReport, on_progress: OnProgress) -> Verdict | None:
-    """Run the step in several ways and fill in `report`; return the verdict, None where the step is finite here."""
-    rounds = _Rounds(report.reruns, on_progress)
+def _rerun_all(replayed: Replayed, findings: _Findings, on_progress: OnProgress) -> None:
+    """Run the step in several ways and fill in `findings`; without a verdict, the step is finite here."""
+    rounds = _Rounds(findings.reruns, on_progress)
     recorded, precision = replayed.record.step, replayed.choice.precision
     attempt, first = _failing(replayed, rounds)
     ways = [name for name in dict.fromkeys((recorded.precision, *ALSO)) if name != precision.name]
@@ -149,11 +302,10 @@ def replay(replayed: Replayed, report: ReplayReport, on_progress: OnProgress) ->
     verdict = _verdict(replayed, attempt, first)
     rounds.count()
     if verdict is not None:
-        report.verdict = verdict
-        report.same_culprit = place_of(verdict.culprit) == place_of(recorded.verdict.culprit)
+        findings.verdict = verdict
+        findings.same_culprit = place_of(verdict.culprit) == place_of(recorded.verdict.culprit)
         _try_island(replayed, attempt, verdict, rounds)
     on_progress(ROUNDS, ROUNDS)
-    return verdict
 
 
 class _Rounds:
@@ -230,8 +382,10 @@ def _try_island(replayed: Replayed, attempt: StepInputs, verdict: Verdict, round
 # The one command that fixes a failed run, derived from the origin of its failed step.
 
 
-def advice(verdict: Verdict | None, replayed: Replayed, run: Path, task: Path | None) -> tuple[str, str]:
-    """Return the remedy in words, and the command that applies it; the command is empty where nothing is to type."""
+def _remedy(
+    verdict: Verdict | None, replayed: Replayed, run: Path, task: type[Task] | str | os.PathLike[str] | None
+) -> tuple[str, str]:
+    """Return the remedy in words, and the command that applies it, which is empty where there is none to type."""
     record, recipe, precision = replayed.record, replayed.recipe, replayed.choice.precision.name
     if verdict is None and precision != record.step.precision:
         # Finite in another precision: that precision is the fix.
@@ -252,9 +406,10 @@ def _recipe_lr(run: Path) -> float | None:
     return recipe_lr(str(begun.get("command", "")))
 
 
-def _command(record: Record, run: Path, setting: str, task: Path | None) -> str:
+def _command(record: Record, run: Path, setting: str, task: type[Task] | str | os.PathLike[str] | None) -> str:
     finished = is_finished(run)
-    if finished and not setting:
+    # A command cannot name a class that was given as an object.
+    if isinstance(task, type) or (finished and not setting):
         return ""
     own = f"--task {shlex.quote(str(task))}" if task else ""
     changed = "--accept-recipe-change" if setting and setting != REPAIR else ""

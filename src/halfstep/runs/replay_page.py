@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfstep.draw.notebook import ShownAsPage
+from halfstep.errors import advice
 from halfstep.guard.verdict import Culprit, Verdict
 from halfstep.json_data import JsonResult, json_data
 from halfstep.numbers import number
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.page import Block, Column, Command, Heading, Items, Page, Pairs, Paragraph, Span, Table, Text
+from halfstep.train.failed_steps.reading import replay_call
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class FailedStepList(ShownAsPage):
     run: Path
     guard: str
     """The guard mode of the run's recipe."""
-    failed_steps: list[ListedStep]
+    failed_steps: tuple[ListedStep, ...]
 
     def page(self) -> Page:
         """Return the page of the recorded failed steps, or that there are none."""
@@ -74,13 +76,16 @@ class FailedStepList(ShownAsPage):
                 blocks.append(Paragraph((name, Span(f"  damaged: {row.problem}", "bad"))))
                 continue
             told = f"  {str(recorded.reason).replace('_', ' ')} in {recorded.precision}"
-            blocks += [Paragraph((name, Span(told, "dim"))), Paragraph(_sentence(recorded.verdict), indent=True)]
+            blocks += [
+                Paragraph((name, Span(told, "dim"))),
+                Paragraph(recorded.verdict.colored_sentence(), indent=True),
+            ]
             if recorded.without:
                 words = Span(f"cannot be run again: {recorded.without}", "warn")
                 blocks.append(Paragraph(words, indent=True))
         whole = [row for row in self.failed_steps if row.recorded is not None and not row.recorded.without]
         if whole:
-            blocks.append(Command(f"halfstep replay {self.run} --attempt {whole[-1].attempt}"))
+            blocks.append(Command(replay_call(self.run, whole[-1].attempt), lead=advice("  $ ", "  ")))
         return Page(title, tuple(blocks))
 
 
@@ -99,9 +104,9 @@ class Rerun:
     """Why it could not be run; empty if it was."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReplayReport(ShownAsPage):
-    """A failed step, run again; filled in stage by stage, so that Ctrl-C keeps the results so far."""
+    """A failed step, run again."""
 
     run: Path
     recorded: RecordedStep
@@ -111,12 +116,13 @@ class ReplayReport(ShownAsPage):
     """None where the step is finite here."""
     same_culprit: bool | None = None
     """Whether the origin is the recorded one."""
-    reruns: list[Rerun] = field(default_factory=list)
+    reruns: tuple[Rerun, ...] = ()
     notes: tuple[str, ...] = ()
     """Reasons why the result may differ from the original step."""
     do: str = ""
     command: str = ""
     interrupted: bool = False
+    """Whether it ends with Ctrl-C: what was found until then."""
 
     def page(self) -> Page:
         """Return the page about it: the verdict, the origin, the reruns, and one command to type."""
@@ -147,7 +153,7 @@ class ReplayReport(ShownAsPage):
 def _verdict(report: ReplayReport) -> Iterator[Block]:
     said = f"the run said: {report.recorded.verdict.sentence}"
     if report.verdict is not None:
-        yield Paragraph(_sentence(report.verdict))
+        yield Paragraph(report.verdict.colored_sentence())
         if not report.same_culprit:
             yield Paragraph(Span(said, "dim"), indent=True)
         return
@@ -156,13 +162,6 @@ def _verdict(report: ReplayReport) -> Iterator[Block]:
         words = f": in {report.precision}, run again here, the step has a loss of {loss}"
         yield Paragraph((Span("finite", "good", strong=True), words))
     yield Paragraph(said, indent=True)
-
-
-def _sentence(verdict: Verdict) -> Text:
-    cause = verdict.cause
-    name = Span(cause.replace("_", " "), "good" if cause == "warm_up" else "warn", strong=True)
-    # The cause is printed before it, in color.
-    return name, f": {verdict.sentence.removeprefix(f'{cause}: ')}"
 
 
 def _step(report: ReplayReport) -> tuple[Block, ...]:

@@ -29,7 +29,7 @@ from halfstep.checkpoint.paths import CheckpointDir
 from halfstep.checkpoint.reading import read_plain
 from halfstep.checkpoint.sealed import check_header, read_manifest, tensors_of
 from halfstep.draw.notebook import ShownAsPage
-from halfstep.errors import BadData, WrongUse
+from halfstep.errors import BadData, WrongUse, advice, option_with
 from halfstep.files import flush
 from halfstep.page import Items, Page, Paragraph, Span
 from halfstep.printable import in_line
@@ -50,7 +50,8 @@ def bytes_in(text: str) -> int:
     if found:
         count = int(float(found[1]) * (1024 if found[3] else 1000) ** ("", "K", "M", "G", "T").index(found[2].upper()))
     if count < 1:
-        raise WrongUse(f"--max-shard-size {text}", allowed="a size, such as 5GB or 500MB", do="--max-shard-size 5GB")
+        given, right = (option_with("max_shard_size", size) for size in (text, "5GB"))
+        raise WrongUse(given, allowed="a size, such as 5GB or 500MB", do=right)
     return count
 
 
@@ -137,7 +138,9 @@ def _stored_names(plain: Mapping[str, Any], averaged: bool) -> dict[str, str]:
 
 def _damaged(path: Path, reason: object) -> BadData:
     return BadData(
-        f"{path} cannot be read as weights: {reason}", allowed="what halfstep wrote", do="halfstep verify RUN"
+        f"{path} cannot be read as weights: {reason}",
+        allowed="what halfstep wrote",
+        do=advice("halfstep verify RUN", "halfstep.verify(RUN)"),
     )
 
 
@@ -255,7 +258,9 @@ def _write_shard(weights: StoredWeights, names: list[str], path: Path, notes: Ma
         for name in names:
             tensor = weights.read(name)
             if bool(tensor.isnan().any()) or (name in weights.finite and not bool(torch.isfinite(tensor).all())):
-                raise BadData(f"{name} is not finite", allowed="finite weights", do="write --weights best")
+                raise BadData(
+                    f"{name} is not finite", allowed="finite weights", do=f"write {option_with('weights', 'best')}"
+                )
             file.write(content(tensor))
     flush(path)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from halfstep.draw.notebook import mimebundle
+from halfstep.page import Page, Paragraph, Span, number_table
+
 LOSS_NOT_FINITE = "loss_not_finite"
 """The loss itself is NaN or inf. The loss scale is held: lowering it could not have helped."""
 GRADIENT_OVERFLOW = "gradient_overflow"
@@ -56,6 +59,22 @@ class StepReport(NamedTuple):
         what = f"step {self.step} applied" if self.applied else f"skipped: {self.reason}"
         scale = "" if self.loss_scale == 1.0 else f", loss scale {self.loss_scale:g}"
         return f"attempt {self.attempt}: {what}, loss {self.loss:.6g}, gradient norm {self.grad_norm:.4g}{scale}"
+
+    def page(self) -> Page:
+        """Return the page about it: applied or skipped and why, and the numbers of each optimizer."""
+        attempt = f"attempt {self.attempt}: "
+        what = Span(f"step {self.step} applied", "good")
+        if not self.applied:
+            what = Span(f"skipped: {str(self.reason).replace('_', ' ')}", "warn")
+        numbers = dict(self.parts)
+        if len(numbers) > 1:
+            numbers = {"all": OptimizerReport(self.loss, self.grad_norm, self.loss_scale), **numbers}
+        rows = [(name, f"{n.loss:.6g}", f"{n.grad_norm:.4g}", f"{n.loss_scale:g}") for name, n in numbers.items()]
+        table = number_table("optimizer", ("loss", "gradient norm", "loss scale"), rows)
+        return Page("one step", (Paragraph((attempt, what)), table))
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return mimebundle(self.page(), str(self))
 
 
 class Guard(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep.checkpoint.paths import CheckpointDir
 from halfstep.checkpoint.reading import read_state
-from halfstep.errors import StorageFailed, WrongUse
+from halfstep.errors import StorageFailed, WrongUse, advice
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.status_line import OnProgress
@@ -211,7 +211,7 @@ def _too_short(what: str, there: int, steps: int) -> WrongUse:
     return WrongUse(
         f"{steps} + {steps} steps of {what}",
         allowed=f"at most {there // 2} + {there // 2} of the {there} steps that there are",
-        do=f"--steps {there // 2}" if there > 1 else "take a longer run",
+        do=advice(f"--steps {there // 2}", f"resume_steps={there // 2}") if there > 1 else "take a longer run",
     )
 
 

@@ -18,13 +18,18 @@ from halfstep import distributed
 from halfstep._version import __version__
 from halfstep.checkpoint.commit import LEAVING, Saver
 from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.draw.curves import run_curves
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.series import series_of
 from halfstep.errors import BadRecipe, Diverged, HalfstepError, RankFailed, RanksDisagree, Stopped
 from halfstep.files import read_json
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.journal.events import Journal
+from halfstep.journal.jsonl import JOURNAL, saved_events
 from halfstep.journal.telemetry import Telemetry
-from halfstep.numbers import to_float
+from halfstep.numbers import duration, to_float
+from halfstep.page import Column, Page, Pairs, Paragraph, Table, charts_of
 from halfstep.precision import flags
 from halfstep.recipe.resolve import ChosenSetting
 from halfstep.status_line import OnProgress
@@ -51,7 +56,7 @@ LOST = 1.0
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(ShownAsPage):
     """A finished run."""
 
     dir: Path
@@ -64,6 +69,24 @@ class Run:
     seconds: float
     steps: int
     skipped: dict[str, int] = field(default_factory=dict)
+
+    def page(self) -> Page:
+        """Return the page about it: its best value, its length, its metrics and its curves."""
+        best = self.best
+        value = "no finite value" if best["value"] is None else f"{best['value']:.4g}, after epoch {best['epoch']}"
+        skips = ", ".join(f"{count} skipped ({reason.replace('_', ' ')})" for reason, count in self.skipped.items())
+        facts = (
+            ("folder", str(self.dir)),
+            ("precision", self.precision),
+            ("steps", f"{self.steps:,}" + (f", {skips}" if skips else ", none skipped")),
+            ("time", duration(self.seconds)),
+        )
+        columns = (Column("metric", wrap="fold"), Column("last evaluation", "right"))
+        metrics = Table(columns, tuple((name, f"{value:.4g}") for name, value in self.metrics.items()), gap=True)
+        charts = run_curves(series_of(saved_events(self.dir / JOURNAL)))
+        ended = self.reason.replace("_", " ")
+        blocks = (Paragraph(f"{ended}: best {best['metric']} {value}"), Pairs(facts), metrics)
+        return Page(f"run {self.dir.name}", (*blocks, *charts_of(*charts)))
 
 
 def finished_run(folder: Path) -> Run | None:

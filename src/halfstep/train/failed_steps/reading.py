@@ -29,7 +29,7 @@ from halfstep.checkpoint.sealed import (
     state_of,
     tensors_of,
 )
-from halfstep.errors import BadData, HalfstepError, PrecisionRefused, StateMismatch, same_form
+from halfstep.errors import BadData, HalfstepError, PrecisionRefused, StateMismatch, advice, same_form
 from halfstep.files import LARGEST_JSON, strict_json
 from halfstep.guard.verdict import History, Verdict
 from halfstep.precision.island import island
@@ -213,12 +213,17 @@ def _damage_of(place: Path) -> Iterator[None]:
         ) from error
 
 
+def replay_call(run: Path, attempt: int) -> str:
+    """Return how the caller replays one failed step of a run."""
+    return advice(f"halfstep replay {run} --attempt {attempt}", f'halfstep.replay("{run}", attempt={attempt})')
+
+
 def _another(place: Path) -> str:
     """Return how to choose an older step: following this advice repeatedly comes to an end."""
     run = run_of(place)
     older = [one.attempt for one in recorded_in(run) if one.name < place.name]
     if older:
-        return f"choose another one: halfstep replay {run} --attempt {older[-1]}"
+        return f"choose another one: {replay_call(run, older[-1])}"
     return "nothing: no older one is recorded; the next step that fails is recorded anew"
 
 

@@ -1,0 +1,227 @@
+"""`halfstep.export`: write a run's model to one file; `halfstep.export_sharded`: its weights to several."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halfstep.errors import FolderTaken, WrongUse, advice, option, option_with, unknown_name
+from halfstep.files import refuse_taken, storing
+from halfstep.terminal import progress
+
+if TYPE_CHECKING:
+    from halfstep.runs.export import Exported
+    from halfstep.runs.export_page import ExportReport
+    from halfstep.runs.sharded_export import ShardedExport
+    from halfstep.train.task import Task
+
+FILE = "export"
+SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torch_export": ".pt2"}
+BLOCK = 2**20
+"""Bytes hashed at a time."""
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+
+
+def export(
+    run: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    format: str | None = None,
+    weights: str | None = None,
+    ema: bool | None = None,
+    overwrite: bool = False,
+    task: type[Task] | str | os.PathLike[str] | None = None,
+) -> ExportReport:
+    """Write a run's model to one file, and verify the file against the model.
+
+    The file's metadata contains the preprocessing, the classes and the meaning of the output.
+
+    Args:
+        run: The folder of a run.
+        out: The file; `export.safetensors`, `.onnx` or `.pt2` in the run's folder if left out.
+        format: `safetensors`, `onnx` or `torch_export`; if left out, as `out` ends, else `safetensors`.
+        weights: `best`, `last` or `checkpoint`; if left out, the best of a finished run, else the newest checkpoint.
+        ema: Averaged weights, or those that were trained; averaged if there are any.
+        overwrite: Replace the file where there is one.
+        task: The class of a task of your own, or its file.
+
+    Returns:
+        The file, where its weights come from, and Python code that predicts with it.
+
+    Raises:
+        BadData: The folder holds no run, or its weights are missing or not finite.
+        FolderTaken: The file exists already, or has no folder.
+        StorageFailed: The file cannot be written.
+        WrongUse: The name of the file does not fit its format, or the format cannot hold the model.
+    """
+    folder = Path(os.path.expanduser(run))
+    file = None if out is None else Path(os.path.expanduser(out))
+    kind = _format(format, file)
+    file = file or folder / f"{FILE}{SUFFIXES[kind]}"
+    _refuse(folder, file, kind, overwrite)
+    from halfstep.train.run_folder import recipe_in
+
+    recipe_in(folder)  # fails before torch is loaded, which takes seconds
+    from halfstep.runs.export import exported
+    from halfstep.runs.registry import own_task
+
+    return _write(exported(folder, weights, ema, None if task is None else own_task(task)), folder, file, kind)
+
+
+def export_sharded(
+    run: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    max_shard_size: str = "5GB",
+    weights: str | None = None,
+    ema: bool | None = None,
+    task: type[Task] | str | os.PathLike[str] | None = None,
+) -> ShardedExport:
+    """Write a run's weights to a new folder in Hugging Face's sharded layout, without building the model.
+
+    Args:
+        run: The folder of a run.
+        out: The folder to make; `export` in the run's folder if left out.
+        max_shard_size: The most bytes of a file, such as `5GB`.
+        weights: As for `export`.
+        ema: As for `export`.
+        task: As for `export`.
+
+    Returns:
+        The files, and where their weights come from.
+
+    Raises:
+        BadData: The folder holds no run, or its weights are missing or not finite.
+        FolderTaken: The folder exists already.
+        StorageFailed: The folder cannot be written.
+        WrongUse: The size is not one.
+    """
+    folder = Path(os.path.expanduser(run))
+    place = folder / FILE if out is None else Path(os.path.expanduser(out))
+    # The file of an earlier export may have the name: a folder is never replaced.
+    refuse_taken(place, False, do=f"give {option_with('out', 'FOLDER')}, a new one")
+    from halfstep.train.run_folder import recipe_in
+
+    recipe_in(folder)
+    from halfstep.runs.registry import own_task
+    from halfstep.runs.sharded_export import bytes_in, export_layout
+
+    most = bytes_in(max_shard_size)
+    with _storing(place, "FOLDER"):
+        return export_layout(folder, place, most, weights, ema, None if task is None else own_task(task))
+
+
+def _storing(place: Path, kind: str) -> AbstractContextManager[None]:
+    return storing(
+        f"{place} cannot be written",
+        allowed="a folder that this user can write to, with room for the weights",
+        do=f"give {option_with('out', kind)}, in a place of your own",
+    )
+
+
+def _write(found: Exported, run: Path, file: Path, format: str) -> ExportReport:
+    """Write the file, verify it against the model, and return a report."""
+    from halfstep._version import __version__
+    from halfstep.runs.export import write as write_checked
+    from halfstep.runs.export_page import ExportedMetric, ExportReport
+    from halfstep.runs.snippet import snippet
+
+    signature = found.signature()
+    python, kept = (
+        snippet(found.task, found.model, signature, place, format)
+        # The file's own copy has no path in it: the same weights give the same bytes wherever they are written.
+        for place in (file, Path(f"{FILE}{SUFFIXES[format]}"))
+    )
+    notes = {**found.metadata(), "python": kept, "halfstep": __version__}
+    with _storing(file, "FILE"):
+        with progress("exporting", "steps") as on_progress:
+            checked = write_checked(found, file, format, notes, on_progress)
+        sha256 = _sha256(file)
+    return ExportReport(
+        run=run,
+        file=file,
+        format=format,
+        source=found.source,
+        step=found.step,
+        epoch=found.epoch,
+        metric=ExportedMetric(found.task.metric, found.value),
+        averaged=found.averaged,
+        model=found.name,
+        trained_in=str(found.task.recipe.precision),
+        tensors=len(found.model.state_dict()),
+        bytes=file.stat().st_size,
+        sha256=sha256,
+        preprocessing=signature.preprocessing if signature else None,
+        classes=signature.classes if signature else None,
+        output=signature.meaning if signature else None,
+        answer=signature.answer if signature else None,
+        checked=checked,
+        python=python,
+    )
+
+
+def _sha256(file: Path) -> str:
+    import hashlib
+
+    digest = hashlib.sha256()
+    with file.open("rb") as written:
+        while block := written.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _format(format: str | None, out: Path | None) -> str:
+    """Return the format given by name, or by the suffix of the file."""
+    by_suffix = next((kind for kind, suffix in SUFFIXES.items() if out is not None and out.suffix == suffix), None)
+    if format is not None and format not in SUFFIXES:
+        raise unknown_name(advice("--format", "format"), format, SUFFIXES)
+    return format or by_suffix or "safetensors"
+
+
+def _refuse(folder: Path, file: Path, format: str, overwrite: bool) -> None:
+    """Raise `WrongUse` or `FolderTaken` for an unusable output file, before torch is loaded or anything is written."""
+    _refuse_name(file, format)
+    if _is_the_runs_own(folder, file):
+        raise FolderTaken(
+            f"{file} is the run's own file",
+            allowed="a file beside it, or elsewhere",
+            do=option_with("out", f"{folder / FILE}{SUFFIXES[format]}"),
+        )
+    # A missing run folder has an error of its own, raised by `recipe_in`.
+    if file.parent != folder and not os.path.lexists(file.parent):
+        raise FolderTaken(
+            f"{option_with('out', file)}: there is no folder {file.parent}",
+            allowed="a file in a folder that is there",
+            do=f"make the folder, or {option_with('out', f'{folder / FILE}{SUFFIXES[format]}')}",
+        )
+    replaced = advice("--force", option("overwrite"))
+    refuse_taken(file, overwrite, do=f"give {option_with('out', 'FILE')}, with another name", flag=replaced)
+
+
+def _refuse_name(file: Path, format: str) -> None:
+    suffix = SUFFIXES[format]
+    if file.suffix.lower() in PICKLES:
+        raise WrongUse(
+            f"{option_with('out', file)}: files of this kind are pickles, which can run code when they are read, "
+            "and we write none",
+            allowed=f"a name that ends in {' or '.join(SUFFIXES.values())}",
+            do=option_with("out", file.with_suffix(suffix)),
+        )
+    if file.suffix != suffix:
+        other = next((kind for kind, end in SUFFIXES.items() if end == file.suffix), None)
+        raise WrongUse(
+            option_with("out", file) + (f" with {option_with('format', format)}" if other else ""),
+            allowed=f"a name that ends in {suffix} for {format}",
+            do=option_with("format", other) if other else option_with("out", file.with_name(file.name + suffix)),
+        )
+
+
+def _is_the_runs_own(folder: Path, file: Path) -> bool:
+    from halfstep.checkpoint.paths import CHECKPOINTS
+
+    # Resolved, so that a link cannot lead to the run's own weights.
+    place, root = file.resolve(), folder.resolve()
+    names = (f"{name}{SUFFIXES['safetensors']}" for name in ("best", "last", "last-ema"))
+    return place in [root / name for name in names] or root / CHECKPOINTS in place.parents

@@ -1,0 +1,112 @@
+"""The result of a verification, and its page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.errors import HalfstepError
+from halfstep.json_data import json_data
+from halfstep.numbers import size
+from halfstep.page import Block, Page, Paragraph, Span, finding_box
+from halfstep.printable import in_line
+
+if TYPE_CHECKING:
+    from halfstep.train.resume_proof import Proof
+
+
+@dataclass(frozen=True)
+class VerifiedCheckpoint:
+    """One checkpoint, and what is wrong with it."""
+
+    name: str
+    step: int
+    whole: bool
+    problem: str | None
+    bytes: int
+    processes: int | None
+    """Ranks that wrote it; None if its manifest cannot be read."""
+
+
+@dataclass(frozen=True)
+class ReadSpeed:
+    """How fast checkpoints were read, and where the time went."""
+
+    bytes: int
+    """Bytes that were found as written."""
+    seconds: float
+    bytes_per_second: float | None
+    """None where the time is too short for a throughput."""
+    limited_by: str | None
+    seconds_hashing: float
+    seconds_copying: float
+    bytes_from_disk: int
+
+    def __str__(self) -> str:
+        text = f"verified {size(self.bytes)} in {self.seconds:.2f} s"
+        if self.bytes_per_second is None:
+            return text
+        return f"{text}: {self.bytes_per_second / 1e9:.2f} GB/s, limited by {self.limited_by}"
+
+
+@dataclass(frozen=True)
+class VerifyReport(ShownAsPage):
+    """The checkpoints of a run, newest first, the proof of an exact resume, and what is wrong."""
+
+    run: Path
+    checkpoints: tuple[VerifiedCheckpoint, ...]
+    newest_whole: str | None
+    set_aside: tuple[str, ...]
+    speed: ReadSpeed
+    error: HalfstepError | None = None
+    """What is wrong, and what to do; None where every checkpoint is whole and, if it was proven, a resume is exact."""
+    proof: Proof | None = None
+    """The comparison of k + k steps with 2k; None where it was not asked for, or a checkpoint is damaged."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, without the error, with which the command ends."""
+        found = {name: getattr(self, name) for name in ("run", "checkpoints", "newest_whole", "set_aside")}
+        proof = self.proof
+        told = {"proof": {**json_data(proof), "losses": len(proof.losses), "equal": proof.equal}} if proof else {}
+        return {**found, **json_data(self.speed), **told}
+
+    def page(self) -> Page:
+        """Return the page of everything that was checked, and of the error."""
+        checked = self.checked_page()
+        error = self.error
+        if error is None:
+            return checked
+        return Page(checked.title, (*checked.blocks, finding_box(error.id, "error", error.given, error.do)))
+
+    def checked_page(self) -> Page:
+        """Return a line per checkpoint, what is wrong with it, how fast all were read, and the proof if it is exact."""
+        blocks: list[Block] = []
+        for one in self.checkpoints:
+            state = Span("whole  ", "good") if one.whole else Span("damaged", "bad")
+            by = f"  by {one.processes} processes" if (one.processes or 1) > 1 else ""
+            line = (f"{in_line(one.name)}  ", state, f"  {size(one.bytes):>9}{by}")
+            blocks.append(Paragraph(line, wrap=False))
+            if one.problem:
+                blocks.append(Paragraph(one.problem, indent=True, wrap=False))
+        for name in self.set_aside:
+            words = (
+                f"{in_line(name)} was set aside by an earlier launch: it was damaged, or the guard found its weights "
+                "spoilt; it is not used, and may be deleted"
+            )
+            blocks.append(Paragraph(Span(words, "dim"), wrap=False))
+        if self.speed.bytes:
+            blocks.append(Paragraph(str(self.speed), wrap=False))
+        if self.proof is not None and self.proof.equal:
+            blocks.append(_proof_line(self.proof))
+        return Page(f"checkpoints of {self.run}", tuple(blocks))
+
+
+def _proof_line(proof: Proof) -> Paragraph:
+    from halfstep.train.state import COMPONENTS
+
+    k = proof.steps
+    whence = f"from step {proof.begin:,}" if proof.begin else "from the beginning"
+    counts = f" ({len(COMPONENTS)} components, {proof.tensors} tensors, {len(proof.losses)} losses), {whence}"
+    return Paragraph((f"{k} + {k} = {2 * k} steps: ", Span("bitwise equal", "good"), counts), wrap=False)
