@@ -39,7 +39,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 USAGE, DATA, SOFTWARE, CANNOT_CREATE, STORAGE, TRY_AGAIN, REFUSED, CONFIGURATION = 64, 65, 70, 73, 74, 75, 77, 78
@@ -130,11 +129,12 @@ class HalfstepError(Exception):
 
         `traceback.print_exception(error)` prints all of them.
         """
+        import os
         import sys
         import traceback
 
         packages = (sys.modules.get(name) for name in ("halfstep", "torch", "IPython"))
-        inside = tuple(str(Path(str(package.__file__)).parent) for package in packages if package is not None)
+        inside = tuple(os.path.join(os.path.dirname(str(one.__file__)), "") for one in packages if one is not None)
         frames = [one for one in traceback.extract_tb(self.__traceback__) if not one.filename.startswith(inside)]
         cause = [f"from {in_one_line(self.__cause__)}"] if self.__cause__ is not None else []
         lines = [line.rstrip("\n") for line in traceback.format_list(frames)]
