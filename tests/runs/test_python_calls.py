@@ -78,7 +78,7 @@ def test_a_run_without_failed_steps(run: Path) -> None:
         (lambda run: halfstep.export(run, "x.pt"), WrongUse, 'out="x.safetensors"'),
         (lambda run: halfstep.export(run, "x.onnx", format="safetensors"), WrongUse, 'format="onnx"'),
         (lambda run: halfstep.export(run, run / "best.safetensors"), FolderTaken, 'out="'),
-        (lambda run: halfstep.export(run, format="pickle"), UnknownName, "safetensors"),
+        (lambda run: halfstep.export(run, format="safetensor"), UnknownName, "safetensors"),
         (lambda run: halfstep.export(run, "x.safetensors", weights="checkpint"), UnknownName, "checkpoint"),
         (lambda run: halfstep.export(run, "x.safetensors", ema=True), WrongUse, "leave ema=True out"),
         (lambda run: halfstep.export_sharded(run, "x", max_shard_size="5 apples"), WrongUse, 'max_shard_size="5GB"'),
