@@ -62,7 +62,7 @@ def test_without_a_finite_evaluation_the_last_weights_are_named(tmp_path: Path) 
     left(tmp_path, LAST)
     with pytest.raises(BadData, match="no evaluation of the run was finite") as caught:
         opened(tmp_path)
-    assert "--weights last" in caught.value.do
+    assert 'weights="last"' in caught.value.do
     assert opened(tmp_path, "last").weights == tmp_path / LAST
 
 
@@ -71,4 +71,4 @@ def test_without_any_weights(tmp_path: Path) -> None:
     left(tmp_path)
     with pytest.raises(BadData, match="no weights at") as caught:
         opened(tmp_path)
-    assert "--weights last" not in caught.value.do
+    assert 'weights="last"' not in caught.value.do

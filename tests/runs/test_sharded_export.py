@@ -155,7 +155,7 @@ def test_sizes_in_words(text: str, count: int) -> None:
 @pytest.mark.wording
 @pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "0GB", "5 apples"])
 def test_other_words_are_refused(text: str) -> None:
-    with pytest.raises(WrongUse, match="max-shard-size"):
+    with pytest.raises(WrongUse, match="max_shard_size"):
         bytes_in(text)
 
 
