@@ -95,7 +95,8 @@ def _fragment_style() -> str:
     light, dark = (part[part.rindex("{") + 1 : part.index("}")] for part in colors.split("/* dark */"))
     themes = f":is({', '.join(_LIGHT_THEMES)}) .halfstep {{{light} color-scheme: light; }}\n"
     themes += f":is({', '.join(_DARK_THEMES)}) .halfstep {{{dark} color-scheme: dark; }}\n"
-    return f"{colors}{themes}.halfstep {{{rules.replace('&.halfstep', '&')}}}"
+    # With the weight of an id: JupyterLab aligns cells to the right and stripes rows by rules with several classes.
+    return f"{colors}{themes}:is(#halfstep, .halfstep) {{{rules.replace('&.halfstep', '&')}}}"
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------

@@ -66,11 +66,10 @@ class StepReport(NamedTuple):
         what = Span(f"step {self.step} applied", "good")
         if not self.applied:
             what = Span(f"skipped: {str(self.reason).replace('_', ' ')}", "warn")
-        numbers = dict(self.parts)
-        if len(numbers) > 1:
-            numbers = {"all": OptimizerReport(self.loss, self.grad_norm, self.loss_scale), **numbers}
-        rows = [(name, f"{n.loss:.6g}", f"{n.grad_norm:.4g}", f"{n.loss_scale:g}") for name, n in numbers.items()]
-        table = number_table("optimizer", ("loss", "gradient norm", "loss scale"), rows)
+        every = OptimizerReport(self.loss, self.grad_norm, self.loss_scale)
+        parts = {"": every} if len(self.parts) == 1 else {"all": every, **self.parts}
+        rows = [(name, f"{n.loss:.6g}", f"{n.grad_norm:.4g}", f"{n.loss_scale:g}") for name, n in parts.items()]
+        table = number_table("", ("loss", "gradient norm", "loss scale"), rows)
         return Page("one step", (Paragraph((attempt, what)), table))
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
