@@ -28,9 +28,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Whole(JsonResult):
-    json_keys: ClassVar = ("size", "part.kind", "parts")
+    json_keys: ClassVar = ("size", "part.kind", "parts", "place=part.where", "pair")
     part: Part
     parts: dict[str, tuple[Part, ...]]
+    pair: Pair
 
     @property
     def size(self) -> int:
@@ -39,12 +40,13 @@ class Whole(JsonResult):
 
 def test_a_result_becomes_the_keys_that_it_names_in_their_order() -> None:
     part = Part(Kind.NEW, Path("a/b"))
-    found = Whole(part, {"all": (part,)}).as_dict()
+    found = Whole(part, {"all": (part,)}, Pair(1, 2)).as_dict()
     plain = {"size": 1, "kind": "new", "parts": {"all": [{"kind": "new", "where": "a/b"}]}}
+    plain |= {"place": "a/b", "pair": {"one": 1, "two": 2}}
     assert json.dumps(found) == json.dumps(plain)
 
 
 def test_plain_data_stays_as_it_is() -> None:
     plain = {"a": [1, None, True, 0.5, "text"], "b": {}}
     assert json_data(plain) == plain
-    assert json_data(Pair(1, 2)) == [1, 2]
+    assert json_data((1, 2)) == [1, 2]

@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, tuple[str, ...], str]] = [
     ("guard", ("step",), "alarms, monitors, the diagnosis of a failed step, its repair"),
     ("recipe", ("precision",), "a run as data: its schema, overrides, aliases, mistakes"),
     ("checkpoint", ("ground",), "saves that are complete or not there, and their digests"),
-    ("data", ("checkpoint",), "samples: where they come from, their order, their loader, their check"),
+    ("data", ("draw", "checkpoint"), "samples: where they come from, their order, their loader, their check"),
     ("journal", ("recipe",), "events of a run, and everyone who listens to them"),
     ("train", ("guard", "data", "journal"), "the loop, evaluation, resuming, failed steps, the run's folder"),
     ("tasks", ("train",), "segmentation, classification, diffusion, slots, and their models"),

@@ -12,7 +12,7 @@ import torch
 
 import halfstep
 from halfstep.cli._commands import Commands
-from halfstep.cli.pages.out_of_memory import _changes, _ledger, _verdict
+from halfstep.cli._out_of_memory import _changes, _ledger, _verdict
 from halfstep.errors import OUT_OF_MEMORY, BadRecipe, OutOfMemory
 from halfstep.journal.jsonl import read_events
 from halfstep.measure.case import Case, case_of

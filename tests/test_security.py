@@ -41,7 +41,7 @@ ALLOWED = {
     # Processes of our own, which speak JSON lines, or pickle between parent and child.
     "measure/worker_process.py": {"subprocess.Popen"},
     "measure/bench/runs.py": {"subprocess.Popen"},
-    "cli/pages/out_of_memory.py": {"subprocess.run"},
+    "cli/_out_of_memory.py": {"subprocess.run"},
     "selftest/parts/ranks.py": {"subprocess.run"},
     "selftest/parts/resume.py": {"subprocess.Popen"},
     "data/loader.py": {"DataLoader"},

@@ -24,13 +24,13 @@ class JsonResult:
 def json_data(value: object) -> Any:
     """Return objects, mappings, sequences, enums and paths as data that JSON can represent.
 
-    An object with a method `as_dict` decides by itself. Another dataclass becomes its fields; with a class attribute
-    `json_keys` these attributes in this order, properties and attributes of attributes (`"device.name"` becomes the key
-    `name`) included.
+    An object with a method `as_dict` decides by itself. Another dataclass or named tuple becomes its fields; with a
+    class attribute `json_keys` these attributes in this order, properties and attributes of attributes included:
+    `"device.name"` becomes the key `name`, and `"gpu=device.name"` the key `gpu`.
     """
     if hasattr(value, "as_dict"):
         return json_data(value.as_dict())
-    if is_dataclass(value):
+    if is_dataclass(value) or hasattr(value, "_fields"):
         return _attributes(value)
     if isinstance(value, Mapping):
         return {key: json_data(inner) for key, inner in value.items()}
@@ -42,5 +42,6 @@ def json_data(value: object) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    paths = getattr(value, "json_keys", ()) or [field.name for field in fields(value)]
-    return {path.rpartition(".")[2]: json_data(attrgetter(path)(value)) for path in paths}
+    paths = getattr(value, "json_keys", ()) or getattr(value, "_fields", ()) or [field.name for field in fields(value)]
+    named = (path.partition("=") if "=" in path else (path.rpartition(".")[2], "", path) for path in paths)
+    return {key: json_data(attrgetter(path)(value)) for key, _, path in named}

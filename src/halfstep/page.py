@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -121,10 +121,12 @@ class Column:
 
     title: str = ""
     align: Literal["left", "right"] = "left"
-    wrap: Literal["words", "fold", "never"] = "words"
-    """How the terminal breaks long cells: between words, anywhere, or not at all."""
+    wrap: Literal["words", "fold", "never", "cut"] = "words"
+    """How the terminal breaks long cells: between words, anywhere, not at all, or with an ellipsis for the rest."""
     widest: int | None = None
     """Terminal columns at most."""
+    left_out: int = 0
+    """A narrow terminal leaves out columns in this order, 1 first; it never leaves out those with 0."""
     terminal: Literal["always", "wide", "second", "never"] = "always"
     """Where the terminal shows it: always, from 100 columns on, in a second table headed `More`, or never."""
 
@@ -380,6 +382,10 @@ class Page:
     blocks: tuple[Block, ...]
     aside: str = ""
     """Where it comes from, such as a folder."""
+
+    def followed_by(self, *blocks: Block) -> Page:
+        """Return the page with more blocks at its end."""
+        return replace(self, blocks=(*self.blocks, *blocks))
 
 
 def finding_box(id: str, severity: str, evidence: str, fix: str, place: str = "") -> Box:

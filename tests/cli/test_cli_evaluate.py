@@ -13,6 +13,8 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from halfstep.cli.main import build
+from halfstep.runs.evaluate import measure_weights
+from halfstep.runs.finished import open_finished
 
 SHORT = ["train.steps=4", "train.batch_size=4", "data.samples=24", "run.pictures=2", "num_workers=0", "--fp32"]
 
@@ -85,6 +87,14 @@ def test_names_of_files_are_harmless_on_a_terminal(runs: dict[str, Path], masks:
     assert "the worst:" in done.stdout
     assert "truth, taken for:" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if "/" not in line) <= 80
+
+
+def test_an_evaluation_is_a_page_in_a_notebook(runs: dict[str, Path]) -> None:
+    finished = open_finished(runs["classification"], weights="best", precision=None, own=None)
+    found = measure_weights(finished, "validation", lambda done, of: None).report
+    assert "<table" in found._repr_html_()
+    assert "taken for" in found._repr_html_()
+    assert str(found) in halfstep("evaluate", runs["classification"]).stdout
 
 
 @pytest.mark.wording

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from halfstep.cli.pages.known import format_rows, gpu_rows
+from halfstep.cli._known import format_rows, gpu_rows
 from tests.docs.pictures import pictures
 from zoo import Pain, pains
 

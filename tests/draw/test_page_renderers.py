@@ -139,3 +139,19 @@ def test_a_page_needs_no_optional_package() -> None:
         "import halfstep.page, halfstep.draw.html, halfstep.draw.markdown, halfstep.draw.curves\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_narrow_terminal_cuts_names_and_leaves_out_columns_in_their_order() -> None:
+    columns = (
+        Column("name", wrap="cut", widest=20),
+        Column("state", wrap="never"),
+        Column("first", "right", "never", left_out=1),
+        Column("second", "right", "never", left_out=2),
+    )
+    page = Page("runs", (Table(columns, (("x" * 50, "finished", "1,234,567", "7,654,321"),)),))
+    assert "x" * 19 + "…  finished  1,234,567  7,654,321" in text_of(page, 80)
+    head, row, said = text_of(page, 40).splitlines()
+    assert "finished  7,654,321" in row
+    assert "1,234,567" not in row
+    assert max(map(len, (head, row))) <= 40
+    assert said == "no room for first in this terminal: --json has all"

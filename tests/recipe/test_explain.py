@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 from pydantic import Field, create_model
-from rich.console import Console
 
 import halfstep
-from halfstep.cli.pages.explained import short
+from halfstep.draw.terminal import text_of
+from halfstep.page import Page
 from halfstep.recipe.explain import Shipped, editor_schema, json_schema, markdown, rows
+from halfstep.recipe.explain_page import settings_table
 from halfstep.recipe.names import FOREIGN_SECTIONS, PRECISION_WORDS, read_flags
 from halfstep.recipe.schema import Also, DataOptions, LossOptions, ModelOptions, Recipe, TrainOptions
 from halfstep.recipe.strict_yaml import read_yaml
@@ -24,11 +24,7 @@ SCHEMA: Any = Recipe[ModelOptions, DataOptions, LossOptions]
 
 def shown(schemas: dict[str, Any], width: int = 80) -> str:
     """What `halfstep recipes RECIPE` says of its settings."""
-    console = Console(width=width, file=io.StringIO())
-    with console.capture() as captured:
-        for schema in schemas.values():
-            console.print(short(rows(schema)))
-    return captured.get()
+    return text_of(Page("settings", tuple(settings_table(rows(schema)) for schema in schemas.values())), width)
 
 
 def with_a_field_more() -> Any:
@@ -43,9 +39,9 @@ def with_a_field_more() -> Any:
 def test_a_field_more_is_in_the_help_the_docs_and_the_json_schema() -> None:
     before, after = {"t": json_schema(SCHEMA)}, {"t": json_schema(with_a_field_more())}
     words = ("train.sparkle", "--sparkle", "--sparkles", "Shine.", "a whole number of at least 3 and at most 9")
-    for text_of in (shown, lambda schemas: markdown(schemas, [])):
-        assert not any(word in text_of(before) for word in words)
-        flowing = " ".join(text_of(after).split())
+    for show in (shown, lambda schemas: markdown(schemas, [])):
+        assert not any(word in show(before) for word in words)
+        flowing = " ".join(show(after).split())
         assert all(word in flowing for word in words[:4])
     assert words[4] in markdown(after, [])
     assert "sparkle" not in json.dumps(editor_schema(before))

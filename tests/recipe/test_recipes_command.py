@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli import main
 from halfstep.cli.recipes import shipped
+from halfstep.json_data import json_data
 from halfstep.recipe.explain import pages
 from halfstep.recipe.names import read_flags
 from halfstep.recipe.resolve import Resolved, resolve
@@ -77,7 +78,7 @@ def test_the_list_fits(width: int) -> None:
 
 
 def test_the_list_as_json() -> None:
-    assert json.loads(call("--json").output) == {"recipes": [one._asdict() for one in shipped()]}
+    assert json.loads(call("--json").output) == {"recipes": json_data(shipped())}
 
 
 def test_a_recipe_is_explained_with_each_setting() -> None:

@@ -185,13 +185,18 @@ def test_an_incident_has_its_culprit_what_was_tried_and_what_was_done(troubled: 
     assert read_run(troubled["repair"]).verdict.startswith("Finished: ")
 
 
-def test_a_run_that_was_given_up_says_why_and_what_to_do(troubled: dict[str, Path]) -> None:
+def test_a_run_that_was_given_up_says_why_and_what_to_do(troubled: dict[str, Path], tmp_path: Path) -> None:
     run = read_run(troubled["watch"])
     assert run.verdict.startswith("Given up at step 5 of 36: precision: 2.up (aten._to_copy")
     assert run.verdict.endswith("5 of 5 steps skipped (5 loss not finite).")
     assert incidents(run)[-1].do.startswith("halfstep.fit")
     assert "to do: halfstep.fit" in run.as_dict()["incidents"][-1]["done"][-1]
-    assert "Why it ended" in Page(page_of([run])).text
+    assert [one.ended_run for one in incidents(run)][-1:] == [True]
+    assert Page(page_of([run])).text.count("Why it ended") == 1
+    events = [json.loads(line) for line in (troubled["watch"] / "journal.jsonl").read_text().splitlines()]
+    events[-1]["cause"] = "data"
+    other = read_run(write_run(tmp_path / "other", events))
+    assert not any(one.ended_run for one in incidents(other)), "an end for another cause is said on its own"
 
 
 def test_samples_that_could_not_be_used_are_an_incident(tmp_path: Path) -> None:

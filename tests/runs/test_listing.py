@@ -163,6 +163,13 @@ def test_a_narrow_screen_has_fewer_columns_and_no_cut_number(tmp_path: Path, wid
     assert "no room for" not in " ".join(halfstep(run, width=100).stdout.splitlines())
 
 
+def test_a_list_is_shown_in_a_notebook_and_by_print(tmp_path: Path) -> None:
+    make(tmp_path / "<b>run", whole_run(), **ended(0))
+    found = runs(tmp_path)
+    assert "&lt;b&gt;run" in found._repr_html_()
+    assert "<b>run  finished" in str(found)
+
+
 def test_the_newest_are_listed_and_the_rest_is_counted(tmp_path: Path) -> None:
     for n in range(5):
         run = make(tmp_path / f"run-{n}", BEGUN)
@@ -200,7 +207,7 @@ def test_links_pipes_and_damage_are_no_runs_or_harmless(tmp_path: Path) -> None:
         "damaged": ("killed", None),
         "piped": ("killed", BEGUN[-1]["attempt"]),
     }
-    assert found.others == 1
+    assert found.other_folders == 1
 
 
 def test_names_that_speak_to_a_terminal(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from halfstep.measure.subject import Subject
     from halfstep.page import Page
     from halfstep.runs.finished import Finished
-
-Report = TypeVar("Report")
 
 # -- flag -------------------------------------------------------------------------------------------------------------
 # Options without a value.
@@ -81,10 +79,12 @@ class TakesSettings(Command):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help of the command, then the recipe's settings."""
         super().format_help(ctx, formatter)
-        from halfstep.cli.pages.explained import settings_help
+        from halfstep.draw.terminal import show_page
+        from halfstep.recipe.explain_page import settings_help
+        from halfstep.runs.registry import task_schemas
 
         named = [word for word in ctx.meta.get(WORDS, ()) if not word.startswith("-")]
-        screen().print(settings_help(named[0] if named else None))
+        show_page(settings_help(task_schemas(), named[0] if named else None))
 
 
 # -- opened -----------------------------------------------------------------------------------------------------------
@@ -159,14 +159,6 @@ def print_json(report: object) -> None:
     say(dumps(json_data(report), indent=1))
 
 
-def print_report(report: Report, json: bool, show: Callable[[Report], None]) -> None:
-    """Print a report: as JSON if it was asked for, else as the page that `show` prints."""
-    if json:
-        print_json(report)
-    else:
-        show(report)
-
-
 def show_result(report: object, page: Page, json: bool, file: Path | None = None) -> None:
     """Write the page to `file` if one is given, then print the report as JSON if it was asked for, else its page."""
     if file is not None:
@@ -203,17 +195,3 @@ def end(interrupted: bool) -> None:
     """Exit with the code of Ctrl-C where a report was interrupted."""
     if interrupted:
         raise typer.Exit(INTERRUPTED)
-
-
-def write_csv(rows: Sequence[Mapping[str, object]], file: Path) -> None:
-    """Write a table with a column for every key that a row has."""
-    import csv
-    import io
-
-    from halfstep.files import write_text
-
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)))
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(file, text.getvalue())

@@ -11,9 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli._options import storing, write_csv
+from halfstep.draw.notebook import ShownAsPage
 from halfstep.errors import BadData, BadRecipe, FolderTaken, WrongUse
+from halfstep.files import storing, write_csv
 from halfstep.json_data import JsonResult
+from halfstep.page import Page, Paragraph, Span
+from halfstep.printable import in_line
+from halfstep.runs.left_out import LeftOutFile, left_out_line
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
@@ -126,7 +130,7 @@ WIDEST = 2400
 
 
 @dataclass(frozen=True)
-class DrawnSamples:
+class DrawnSamples(ShownAsPage):
     """A picture of samples that a model made."""
 
     out: Path
@@ -136,6 +140,12 @@ class DrawnSamples:
     seed: int
     precision: str
     device: str
+
+    def page(self) -> Page:
+        """Return a line about the picture."""
+        where = f" in {self.precision} on {in_line(self.device)}, seed {self.seed}: "
+        line = (Span(f"{self.samples} samples", strong=True), where, Span(in_line(self.picture), strong=True))
+        return Page("samples", (Paragraph(line, wrap=False),))
 
 
 def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, seed: int) -> DrawnSamples:
@@ -207,15 +217,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class LeftOutFile:
-    """An input that could not be read."""
-
-    file: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Predictions(JsonResult):
+class Predictions(ShownAsPage, JsonResult):
     """The predictions of a folder's images or clips."""
 
     out: Path
@@ -232,6 +234,16 @@ class Predictions(JsonResult):
     def as_dict(self) -> dict[str, Any]:
         """Return plain data; the count is called by its unit."""
         return {self.unit if key == "count" else key: one for key, one in super().as_dict().items() if key != "unit"}
+
+    def page(self) -> Page:
+        """Return what was left out, and where the predictions are."""
+        left_out = (left_out_line(one) for one in self.unreadable)
+        many = f"{self.count} {self.unit if self.count != 1 else self.unit[:-1]}"
+        count = (Span(many, strong=True), f" in {self.precision} on {in_line(self.device)}")
+        pictures = ", ".join(f"{kind}s" for kind in self.pictures)
+        place = (f"{pictures} and a table in " if pictures else "a table in ", Span(in_line(self.out), strong=True))
+        # Not wrapped: a path is selected with the mouse.
+        return Page("predictions", (*left_out, Paragraph(count), Paragraph(place, indent=True, wrap=False)))
 
 
 def predict(finished: Finished, where: Path, out: Path) -> Predictions:
@@ -262,7 +274,7 @@ def predict(finished: Finished, where: Path, out: Path) -> Predictions:
             do=f"look at {bad[0].file}: {bad[0].reason}" if bad else f"give a folder with {inputs.unit}",
         )
     with writing(out):
-        write_csv(rows, out / TABLE)
+        write_csv(out / TABLE, rows)
     kinds = [kind for kind in ("mask", "overlay", "animation") if any(kind in row for row in rows)]
     choice = finished.choice
     return Predictions(out, inputs.unit, len(rows), bad, choice.precision.name, choice.device.name, kinds, out / TABLE)

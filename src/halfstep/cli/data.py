@@ -10,6 +10,8 @@ import typer
 
 from halfstep.cli._options import Json, print_json, show_result
 from halfstep.errors import DATA, WrongUse, unknown_name
+from halfstep.page import Column, Page, Paragraph, Span, Table
+from halfstep.printable import in_line
 from halfstep.terminal import progress, say
 
 GROUP = "Run"
@@ -59,20 +61,23 @@ def _check(folder: str, task: str | None, masks: Path | None, classes: int | Non
     with progress("reading", "files") as on_progress:
         report = check(layout, on_progress, classes)
     words = ["halfstep", "train", report.recipe, "--data_dir", folder, *(["--masks", str(masks)] if masks else [])]
-    from halfstep.cli.pages.data import check_page
-
     following = shlex.join(words)
-    show_result({**report.as_dict(), "next": following}, check_page(report, following), json)
+    more = (Paragraph(f"next: {in_line(following)}", wrap=False),) if report.ok else ()
+    show_result({**report.as_dict(), "next": following}, report.page().followed_by(*more), json)
     if not report.ok:
         raise typer.Exit(DATA)
 
 
 def _list(json: bool) -> None:
-    from halfstep.cli.pages.data import DataSet, sets_page
     from halfstep.data.sets.getting import is_here, known_sets
 
-    sets = [DataSet(name, one.ABOUT, is_here(name)) for name, one in known_sets().items()]
-    show_result({"sets": sets}, sets_page(sets), json)
+    sets = [{"name": name, "about": one.ABOUT, "here": is_here(name)} for name, one in known_sets().items()]
+    rows = tuple(
+        (Span(name, strong=True), "here" if is_here(name) else "", one.ABOUT) for name, one in known_sets().items()
+    )
+    more = Paragraph("halfstep data get NAME gets one; halfstep data check FOLDER looks over your own.", gap=True)
+    table = Table((Column(), Column(), Column()), rows, indent=0)
+    show_result({"sets": sets}, Page("public data sets", (table, more)), json)
 
 
 def _get(name: str, json: bool) -> None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import Command, Json, OnDevice, check_report, flag, show_result, storing
+from halfstep.cli._options import Command, Json, OnDevice, check_report, flag, show_result
 from halfstep.doctor.device_report import DeviceReport, examine
 from halfstep.errors import CONFIGURATION, FolderTaken, WrongUse
+from halfstep.files import storing
 from halfstep.json_data import json_data
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _device(found: DeviceReport, report: Path | None, json: bool) -> None:
 
 
 def _tables(formats: bool, gpus: bool, known_bad: bool, report: Path | None, json: bool) -> None:
-    from halfstep.cli.pages import known
+    from halfstep.cli import _known as known
     from halfstep.doctor.machine import check_machine, read_machine
 
     found = (
@@ -136,7 +137,7 @@ def _settings(
     # Changed first, so that the report shows the settings as they are now.
     changed = make_agree(fix, recipe, accelerate=accelerate, deepspeed=deepspeed) if fix else None
     found = check_settings(recipe, accelerate=accelerate, deepspeed=deepspeed)
-    data = {**json_data(found), **({} if changed is None else {"changed": [edit._asdict() for edit in changed]})}
+    data = {**json_data(found), **({} if changed is None else {"changed": changed})}
     show_result(data, settings_page(found, changed), json, report)
     if not found.status.aligned:
         raise typer.Exit(CONFIGURATION)

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from halfstep.cli._options import Bf16, Fp16, Json, OwnTask, Precision, RunFolder, Weights, flag, opened, print_report
-from halfstep.printable import in_line
-from halfstep.terminal import screen
-
-if TYPE_CHECKING:
-    from halfstep.cli._predict_outputs import DrawnSamples, Predictions
+from halfstep.cli._options import Bf16, Fp16, Json, OwnTask, Precision, RunFolder, Weights, flag, opened, show_result
 
 GROUP = "Run"
 COMMAND = {"context_settings": {"ignore_unknown_options": True}}
@@ -47,7 +41,15 @@ def run(
     Writes pictures where the task draws them, and a table of values; or one picture of all samples. Settings after
     FOLDER change inference only, not what was learned: model.guidance=4, or --sample_steps 100.
     """
-    from halfstep.cli._predict_outputs import changed, check_place, drawn, folder_and_settings, predict
+    from halfstep.cli._predict_outputs import (
+        DrawnSamples,
+        Predictions,
+        changed,
+        check_place,
+        drawn,
+        folder_and_settings,
+        predict,
+    )  # fmt: skip
     from halfstep.train.run_folder import recipe_in
 
     recipe_in(folder)  # first: a file in the place of RUN is no folder for predictions
@@ -56,24 +58,7 @@ def run(
     check_place(place, overwrite)
     finished = changed(opened(folder, weights, precision, bf16, fp16, task), settings)
     if images is None:
-        print_report(drawn(finished, place, samples=samples, columns=columns, seed=seed), json, _print_drawn)
+        report: DrawnSamples | Predictions = drawn(finished, place, samples=samples, columns=columns, seed=seed)
     else:
-        print_report(predict(finished, images, place), json, _print_predictions)
-
-
-def _print_drawn(report: DrawnSamples) -> None:
-    where = f" in {report.precision} on {in_line(report.device)}, seed {report.seed}: "
-    picture = (in_line(report.picture), "bold")
-    screen().print(Text.assemble((f"{report.samples} samples", "bold"), where, picture), soft_wrap=True)
-
-
-def _print_predictions(report: Predictions) -> None:
-    console = screen()
-    for bad in report.unreadable:
-        console.print(Text.assemble(("left out", "yellow"), in_line(f" {bad.file}: {bad.reason}")), soft_wrap=True)
-    pictures = ", ".join(f"{kind}s" for kind in report.pictures)
-    what = f"{pictures} and a table" if pictures else "a table"
-    many = f"{report.count} {report.unit if report.count != 1 else report.unit[:-1]}"
-    console.print(Text.assemble((many, "bold"), f" in {report.precision} on {in_line(report.device)}"))
-    # Not wrapped: a path is selected with the mouse.
-    console.print(Text.assemble(f"  {what} in ", (in_line(report.out), "bold")), soft_wrap=True)
+        report = predict(finished, images, place)
+    show_result(report, report.page(), json)

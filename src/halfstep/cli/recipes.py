@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from halfstep.cli._completion import recipes
-from halfstep.cli._options import Json, flag, print_json
+from halfstep.cli._options import Json, flag, print_json, show_result
 from halfstep.errors import FolderTaken, Unsafe, WrongUse, unknown_name
+from halfstep.page import Block, Code, Page, Paragraph
 from halfstep.printable import in_line
-from halfstep.terminal import say, screen
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from halfstep.recipe.explain import SettingRow
+    from halfstep.recipe.explain import SettingRow, Shipped
     from halfstep.recipe.sources import RawRecipe
 
 GROUP = "Run"
@@ -50,17 +48,15 @@ def run(
     if action not in ACTIONS:
         action, recipe, more = "explain", _recipe_or_action(action), recipe
     if action == "list":
-        report: dict[str, Any] = {"recipes": _list(json)}
+        _list(json)
     elif action == "schema":
-        report = _schema()
+        _print_schema()
     elif script:
-        report = {"copied": str(_copy_script(recipe, more, quiet=json))}
+        _copy_script(recipe, more, json)
     elif action == "copy":
-        report = {"copied": str(_copy(_needed(recipe, action), more, quiet=json))}
+        _copy(_needed(recipe, action), more, json)
     else:
-        report = _explain(_needed(recipe, action), more, quiet=json)
-    if json or action == "schema":
-        print_json(report)
+        _explain(_needed(recipe, action), more, json)
 
 
 def _recipe_or_action(word: str) -> str:
@@ -74,7 +70,7 @@ def _recipe_or_action(word: str) -> str:
     return word
 
 
-def shipped() -> list[Any]:
+def shipped() -> list[Shipped]:
     """Return the recipes that ship with halfstep, with their own descriptions."""
     from halfstep.recipe.explain import Shipped
     from halfstep.recipe.sources import read_recipe, recipe_names
@@ -83,41 +79,31 @@ def shipped() -> list[Any]:
     return [Shipped(name, str(content.get("task")), str(content.get("about", ""))) for name, content in raw.items()]
 
 
-def print_recipes(console: Console) -> None:
-    """Print the recipes that ship with halfstep."""
-    from halfstep.cli.pages.explained import shipped_table
+def _list(json: bool) -> None:
+    from halfstep.recipe.explain_page import shipped_table
 
-    console.print(shipped_table(shipped()))
-
-
-def _list(quiet: bool) -> list[dict[str, str]]:
     found = shipped()
-    if not quiet:
-        print_recipes(screen())
-        say("\nhalfstep train NAME runs one; halfstep recipes NAME says what it sets.")
-    return [one._asdict() for one in found]
+    words = Paragraph("halfstep train NAME runs one; halfstep recipes NAME says what it sets.", gap=True, wrap=False)
+    show_result({"recipes": found}, Page("recipes", (shipped_table(found), words)), json)
 
 
-def _schema() -> dict[str, Any]:
+def _print_schema() -> None:
     from halfstep.recipe.explain import editor_schema
     from halfstep.runs.registry import task_schemas
 
-    return editor_schema(task_schemas())
+    print_json(editor_schema(task_schemas()))
 
 
-def _copy(recipe: str, to: str | None, *, quiet: bool) -> Path:
+def _copy(recipe: str, to: str | None, json: bool) -> None:
     from halfstep.recipe.sources import recipe_text
 
     label, text = recipe_text(recipe)
     target = _placed(to, f"{label}.yaml")
     _write_new(target, text, f"halfstep recipes copy {recipe} OTHER.yaml")
-    if not quiet:
-        path = shlex.quote(str(target) if "/" in str(target) else f"./{target}")
-        say(f"wrote {in_line(target)}\nedit it, then: halfstep train {path}")
-    return target
+    _show_copied(target, f"halfstep train {shlex.quote(str(target) if '/' in str(target) else f'./{target}')}", json)
 
 
-def _copy_script(name: str | None, to: str | None, *, quiet: bool) -> Path:
+def _copy_script(name: str | None, to: str | None, json: bool) -> None:
     from halfstep.recipe.scripts import script_names, script_text
 
     names = ", ".join(script_names())
@@ -132,9 +118,12 @@ def _copy_script(name: str | None, to: str | None, *, quiet: bool) -> Path:
             do=f"go to the folder first, then: halfstep recipes copy --script {name}",
         )
     _write_new(target, text, f"halfstep recipes copy --script {name} OTHER.py")
-    if not quiet:
-        say(f"wrote {in_line(target)}\nedit it, then: python {shlex.quote(str(target))}")
-    return target
+    _show_copied(target, f"python {shlex.quote(str(target))}", json)
+
+
+def _show_copied(target: Path, following: str, json: bool) -> None:
+    words = Paragraph(f"wrote {in_line(target)}\nedit it, then: {following}", wrap=False)
+    show_result({"copied": target}, Page("copied", (words,)), json)
 
 
 def _placed(to: str | None, name: str) -> Path:
@@ -154,54 +143,46 @@ def _write_new(target: Path, text: str, do: str) -> None:
         raise FolderTaken(f"{target} {reason}", allowed="a new file", do=do) from None
 
 
-def _explain(recipe: str, setting: str | None, *, quiet: bool) -> dict[str, Any]:
+def _explain(recipe: str, setting: str | None, json: bool) -> None:
     from halfstep.recipe.explain import rows
+    from halfstep.recipe.explain_page import describe_setting, settings_table, values_in
     from halfstep.recipe.sources import read_recipe
     from halfstep.runs.registry import task_schemas
 
     found, schemas = read_recipe(recipe), task_schemas()
     if setting is not None and found.raw.get("sizing") == "auto" and os.path.isdir(os.path.expanduser(setting)):
-        return _sized(found, setting, quiet=quiet)
+        _show_sizing(found, setting, json)
+        return
     task = str(found.raw.get("task"))
     if task not in schemas:
         raise unknown_name("task", task, schemas)
     chosen = [row for row in rows(schemas[task]) if setting is None or _is_meant(row, setting)]
     if not chosen:
         raise unknown_name("setting", setting, [row.key for row in rows(schemas[task])])
-    if not quiet:
-        _show(found, chosen, whole=setting is None)
-    return {"recipe": found.label, "task": task, "settings": [row._asdict() for row in chosen]}
+    blocks: list[Block] = [block for row in chosen for block in describe_setting(row)]
+    if setting is None:
+        words = "What can be set, what it is if it is left out, and what it is here:\n"
+        blocks = [Code(found.text.rstrip(), "yaml"), Paragraph(words, gap=True)]
+        blocks.append(settings_table(chosen, values_in(found)))
+    report = {"recipe": found.label, "task": task, "settings": chosen}
+    show_result(report, Page(f"recipe {found.label}", tuple(blocks)), json)
 
 
-def _sized(found: RawRecipe, folder: str, *, quiet: bool) -> dict[str, Any]:
-    """Report what a recipe chooses for a data set on this machine, and why."""
+def _show_sizing(found: RawRecipe, folder: str, json: bool) -> None:
+    """Show what a recipe chooses for a data set on this machine, and why."""
+    from halfstep.recipe.explain_page import sizing_table
     from halfstep.runs.resolve import resolved_recipe
 
     chosen = resolved_recipe(found, {"data.path": folder}).sizing
-    if not quiet:
-        from halfstep.cli.pages.explained import sizing_table
-
-        say(f"{found.label} chooses for {shlex.quote(folder)} on this machine, where nothing else is given:\n")
-        _print(sizing_table(chosen))
-        say(f"\nrun it: halfstep train {found.label} --data_dir {shlex.quote(folder)}")
-    return {"recipe": found.label, "folder": folder, "sizing": [one._asdict() for one in chosen]}
+    place = shlex.quote(folder)
+    first = f"{found.label} chooses for {place} on this machine, where nothing else is given:\n"
+    last = Paragraph(f"run it: halfstep train {found.label} --data_dir {place}", gap=True, wrap=False)
+    page = Page(f"recipe {found.label}", (Paragraph(first, wrap=False), sizing_table(chosen), last))
+    show_result({"recipe": found.label, "folder": folder, "sizing": chosen}, page, json)
 
 
 def _is_meant(row: SettingRow, word: str) -> bool:
     return word in (row.key, row.key.partition(".")[0], *(name.lstrip("-") for name in row.flags))
-
-
-def _show(found: RawRecipe, chosen: list[SettingRow], *, whole: bool) -> None:
-    from halfstep.cli.pages.explained import one_setting, short
-    from halfstep.recipe.explain import value_in_words
-    from halfstep.recipe.strict_yaml import flat
-
-    if not whole:
-        for row in chosen:
-            _print(one_setting(row))
-        return
-    say(f"{found.text.rstrip()}\n\nWhat can be set, what it is if it is left out, and what it is here:\n")
-    _print(short(chosen, {key: value_in_words(value) for key, value in flat(found.raw)}))
 
 
 def _needed(recipe: str | None, action: str) -> str:
@@ -212,7 +193,3 @@ def _needed(recipe: str | None, action: str) -> str:
             do=f"halfstep recipes {action} unet",
         )
     return recipe
-
-
-def _print(content: Any) -> None:
-    screen().print(content)

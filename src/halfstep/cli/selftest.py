@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli._options import Command, OnDevice, end, flag, print_json, storing
+from halfstep.cli._options import Command, OnDevice, end, flag, print_json
 from halfstep.errors import SOFTWARE, FolderTaken, WrongUse, unknown_name
+from halfstep.files import storing
 from halfstep.launch_variables import launched_rank
 
 GROUP = "Files"

@@ -82,7 +82,7 @@ def run(
                 raise
             raise typer.Exit(ended.exit_code) from None  # the journal has printed it already
         except OutOfMemory as failed:
-            from halfstep.cli.pages.out_of_memory import show as show_memory
+            from halfstep.cli._out_of_memory import show as show_memory
 
             show_memory(failed, recipe, context.args)
             raise typer.Exit(failed.exit_code) from None

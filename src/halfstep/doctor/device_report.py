@@ -58,11 +58,7 @@ class DeviceReport(JsonResult, ShownAsPage):
             "formats": json_data(self.formats),
             "measured": {**measured, "cached": self.measured.cached},
             "flags": self.flags,
-            "choice": {
-                **asked,
-                "summary": choice.precision.summary,
-                "rungs": [rung._asdict() for rung in choice.rungs],
-            },
+            "choice": {**asked, "summary": choice.precision.summary, "rungs": json_data(choice.rungs)},
             "build": self.build.as_dict(),
             "findings": json_data(self.findings),
         }

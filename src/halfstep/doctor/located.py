@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
@@ -32,6 +32,8 @@ class Edit(NamedTuple):
 class LocatedFinding(Finding):
     """A finding with its place in a project, and the edits that remove it, if a program can make them."""
 
+    json_keys: ClassVar = ("id", "severity", "evidence", "fix", "file", "line", "edits", "in_tests")
+
     file: str = ""
     line: int | None = None
     edits: tuple[Edit, ...] = ()
@@ -40,10 +42,6 @@ class LocatedFinding(Finding):
     def where(self) -> str:
         """The place as compilers print it."""
         return f"{self.file}:{self.line}" if self.line else self.file
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
-        return {**super().as_dict(), "edits": [edit._asdict() for edit in self.edits], "in_tests": self.in_tests}
 
     @property
     def in_tests(self) -> bool:

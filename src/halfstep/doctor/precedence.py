@@ -7,7 +7,8 @@ transformers made of every combination of places, and `tests/doctor/test_precede
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from halfstep.doctor.settings import FoundSetting
 from halfstep.doctor.sources import NOT_GIVEN
@@ -76,8 +77,11 @@ def rule_for(tool: str, start: str) -> Rule | None:
     return next((rule for rule in RULES if rule.tool == tool and start in rule.starts), None)
 
 
-class Provenance(NamedTuple):
+@dataclass(frozen=True)
+class Provenance:
     """Where a tool's precision comes from in one run."""
+
+    json_keys: ClassVar = ("tool", "start", "precision", "wins=winners", "overrode", "not_read=unread")
 
     tool: str
     start: str
@@ -115,17 +119,6 @@ class Provenance(NamedTuple):
         if not claims:
             return "fp32" not in setting.claim.denies and setting.claim.meaning in ("fp32", "tf32", "auto")
         return not settle([*claims, setting.claim]).against
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the table's row as plain data."""
-        return {
-            "tool": self.tool,
-            "start": self.start,
-            "precision": self.precision,
-            "wins": [setting.as_dict() for setting in self.winners],
-            "overrode": [setting.as_dict() for setting in self.overrode],
-            "not_read": [setting.as_dict() for setting in self.unread],
-        }
 
 
 def provenance(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from halfstep.precision.names import Claim
 
@@ -53,6 +53,8 @@ OWN_WORD = WordReading(None, "a word of the project's own", "own")
 @dataclass(frozen=True)
 class FoundSetting:
     """A value in a file or variable, its line, and its meaning."""
+
+    json_keys: ClassVar = ("source=kind", "file=place", "line", "key", "value=json_value", "means")
 
     kind: Kind
     place: str
@@ -106,16 +108,10 @@ class FoundSetting:
         equals = "=" if self.kind in ("environment", "code") else ": "
         return f"{self.key}{equals}{shown(self.value)}"
 
-    def as_dict(self) -> dict[str, object]:
-        value = self.value if isinstance(self.value, (bool, int, float, str, type(None))) else shown(self.value)
-        return {
-            "source": self.kind,
-            "file": self.place,
-            "line": self.line,
-            "key": self.key,
-            "value": value,
-            "means": self.means,
-        }
+    @property
+    def json_value(self) -> object:
+        """Return the value if JSON has it, else in words."""
+        return self.value if isinstance(self.value, (bool, int, float, str, type(None))) else shown(self.value)
 
 
 def without_alternatives(settings: Sequence[FoundSetting]) -> list[FoundSetting]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from halfstep.doctor.located import Edit, box_of
 from halfstep.doctor.settings import FoundSetting, shown
@@ -29,8 +29,11 @@ class Resolution(NamedTuple):
         return f"to run in {self.precision}, write in {self.where}:\n    {self.write}"
 
 
-class Conflict(NamedTuple):
+@dataclass(frozen=True)
+class Conflict:
     """Two settings that cannot both be obeyed."""
+
+    json_keys: ClassVar = ("settings", "ways")
 
     one: FoundSetting
     other: FoundSetting
@@ -50,11 +53,10 @@ class Conflict(NamedTuple):
         kinds = {self.one.kind, self.other.kind}
         return "deepspeed" in kinds and "accelerate" in {self.one.owner, self.other.owner}
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "settings": [self.one.as_dict(), self.other.as_dict()],
-            "ways": [way._asdict() for way in self.ways],
-        }
+    @property
+    def settings(self) -> tuple[FoundSetting, FoundSetting]:
+        """Return both settings."""
+        return self.one, self.other
 
 
 def _together(conflict: Conflict) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table as RichTable
@@ -30,6 +31,7 @@ from halfstep.page import (
     Span,
     Table,
     Text,
+    plain,
     spans_of,
 )  # fmt: skip
 from halfstep.printable import printable
@@ -40,6 +42,10 @@ _WIDE = 100
 """Terminal columns from which on columns marked `wide` are shown."""
 _BAR = 30
 _INDENT = 2
+_GAP = 2
+"""Columns of space that a column of a table adds to its text."""
+_SHORTEST = 12
+"""Columns of text that a cell keeps where it is cut."""
 _MARKS = {"✅": "OK:", "❌": "NO:"}
 """Words for marks that a terminal without Unicode cannot print."""
 
@@ -137,11 +143,30 @@ def _show_table(console: Console, table: Table, indent: int) -> None:
         return
     shown = {"always", "wide"} if console.width >= _WIDE else {"always"}
     places = [n for n, column in enumerate(table.columns) if column.terminal in shown]
-    _print(console, _ruled(console, table, places), indent)
+    left_out = _without_room(table, places, console.width - indent)
+    _print(console, _ruled(console, table, [place for place in places if place not in left_out]), indent)
+    if left_out:
+        names = ", ".join(table.columns[place].title for place in sorted(left_out))
+        _print(console, RichText(f"no room for {names} in this terminal: --json has all"), indent, wrap=False)
     second = [n for n, column in enumerate(table.columns) if column.terminal == "second"]
     if second:
         _show_block(console, Heading("More"), indent)
         _print(console, _ruled(console, table, [places[0], *second]), indent)
+
+
+def _without_room(table: Table, places: Sequence[int], width: int) -> list[int]:
+    """Return the columns to leave out so that the others fit."""
+    lengths = {}
+    for place in places:
+        column = table.columns[place]
+        longest = max(cell_len(plain(text)) for text in (column.title, *(row[place] for row in table.rows if row)))
+        lengths[place] = _GAP + (min(longest, _SHORTEST) if column.wrap == "cut" else longest)
+    left_out: list[int] = []
+    for place in sorted(places, key=lambda place: table.columns[place].left_out):
+        if table.columns[place].left_out and sum(lengths.values()) > width:
+            del lengths[place]
+            left_out.append(place)
+    return left_out
 
 
 def _ruled(console: Console, table: Table, places: Sequence[int]) -> RichTable:
@@ -169,9 +194,16 @@ def _fill(found: RichTable, table: Table, places: Sequence[int]) -> None:
         )
     for row in table.rows:
         if row:
-            found.add_row(*(rich_text(row[place]) for place in places))
+            found.add_row(*(_cell(row[place], table.columns[place]) for place in places))
         else:
             found.add_section()
+
+
+def _cell(text: Text, column: Column) -> RichText:
+    cell = rich_text(text)
+    if column.wrap == "cut":
+        cell.no_wrap, cell.overflow = True, "ellipsis"
+    return cell
 
 
 def _show_bars(console: Console, block: Charts, indent: int) -> None:

@@ -125,11 +125,6 @@ class Summary:
         return self._launches.count
 
     @property
-    def guard_count(self) -> int:
-        """Return the number of the guard's events."""
-        return self._guard.count
-
-    @property
     def note_count(self) -> int:
         """Return the number of notes."""
         return self._notes.count

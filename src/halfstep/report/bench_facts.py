@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from halfstep.errors import BadData
 from halfstep.measure.bench.comparison import BenchMetric, Config, Gain, Memory, RunResult, rows_of
@@ -19,6 +19,9 @@ from halfstep.report.json_fields import fields, rows, setting, text, texts
 @dataclass(frozen=True)
 class BenchFacts:
     """A bench, ready to be shown."""
+
+    json_keys: ClassVar = ("kind", "file", "verdict", "bench")
+    kind: ClassVar = "bench"
 
     file: Path
     bench: Bench
@@ -55,10 +58,6 @@ class BenchFacts:
         provenance = Pairs((*known, *_conditions(bench.conditions)))
         blocks = (Paragraph(self.verdict), *bench.page().blocks, Heading("Provenance"), provenance)
         return Page(self.label, blocks, str(self.file))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data that JSON can represent."""
-        return {"kind": "bench", "file": str(self.file), "verdict": self.verdict, "bench": self.bench.as_dict()}
 
 
 def _conditions(found: Conditions) -> list[tuple[str, str]]:

@@ -43,7 +43,7 @@ class Outlook(NamedTuple):
         return {
             "impact": dict(self.impact),
             "benefits": self.benefits,
-            "risks": [risk._asdict() for risk in self.risks],
+            "risks": self.risks,
             "expect": dict(self.expect),
         }
 

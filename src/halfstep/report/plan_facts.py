@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
 
@@ -24,6 +24,9 @@ from halfstep.report.run_page import outlook_blocks
 @dataclass(frozen=True)
 class PlanFacts:
     """A plan as `halfstep plan --json` printed it."""
+
+    json_keys: ClassVar = ("kind", "file", "verdict", "outlook", "plan=plain")
+    kind: ClassVar = "plan"
 
     file: Path
     plan: Plan
@@ -53,11 +56,6 @@ class PlanFacts:
         settings = (Heading("Settings of the plan"), Pairs(changes))
         blocks = (Paragraph(self.verdict), *plan_blocks(self.plan), *outlook_blocks(self.outlook), *settings)
         return Page(self.label, blocks, str(self.file))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data that JSON can represent."""
-        known_as = {"kind": "plan", "file": str(self.file), "verdict": self.verdict}
-        return {**known_as, "outlook": self.outlook.as_dict(), "plan": dict(self.plain)}
 
 
 def plan_from(plain: Mapping[str, Any], file: Path) -> PlanFacts:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from halfstep import numbers
 from halfstep.checkpoint.paths import generations
 from halfstep.files import read_json
 from halfstep.journal.text import named
+from halfstep.json_data import json_data
 from halfstep.recipe.strict_yaml import flat
 from halfstep.report.examined import read_examined
 from halfstep.report.json_fields import fields, known, number, rows, setting, text, texts
@@ -124,7 +125,7 @@ class RunFacts:
             "precision": dict(precision_rows(self)),
             "figures": dict(figure_rows(self)),
             "skipped": dict(self.recorded.skipped),
-            "incidents": [incident.as_dict() for incident in incidents(self)],
+            "incidents": json_data(incidents(self)),
             "provenance": dict(provenance(self)),
             "recipe": self.recipe,
             "examined": sorted(self.examined),
@@ -283,6 +284,8 @@ MOST_BAD_SAMPLES = 20
 class Incident:
     """A failed step with the verdict of its replay, or another event of note, and what was done about it."""
 
+    json_keys: ClassVar = ("attempt", "cause", "sentence", "culprit", "cures", "evidence", "done=all_done", "replay")
+
     attempt: int | None
     cause: str
     sentence: str
@@ -294,12 +297,13 @@ class Incident:
     do: str = ""
     """What to type, of a run that was given up."""
     replay: str = ""
+    ended_run: bool = False
+    """Whether the run was given up for this cause."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data that JSON can represent."""
-        found = asdict(self)
-        do = found.pop("do")
-        return {**found, "done": [*self.done[:-1], f"{self.done[-1]}; to do: {do}"] if do else self.done}
+    @property
+    def all_done(self) -> list[str]:
+        """Return what was done, and what to type."""
+        return [*self.done[:-1], f"{self.done[-1]}; to do: {self.do}"] if self.do else self.done
 
 
 def incidents(run: RunFacts) -> list[Incident]:
@@ -317,6 +321,7 @@ def incidents(run: RunFacts) -> list[Incident]:
     if found and run.state.word == GIVEN_UP:
         found[-1].done.append("the run was given up")
         found[-1].do = run.do
+        found[-1].ended_run = found[-1].cause == _cause(run.recorded.end)
     for incident in found:
         incident.done = incident.done or ["the step was skipped: nothing of it reached the weights"]
     return [*found, *_bad_samples(run.recorded)]
@@ -343,13 +348,17 @@ def _incident(run: RunFacts, facts: dict[str, Any], said: str, kept: set[int]) -
     is_kept = known(attempt) and int(attempt) in kept
     return Incident(
         int(attempt) if known(attempt) else None,
-        text(facts.get("cause"), 40).replace("_", " "),
+        _cause(facts),
         said.removeprefix(f"{facts.get('cause')}: "),
         _culprit(fields(facts.get("culprit"))),
         [_cure(cure) for cure in rows(facts.get("cures"))],
         texts(facts.get("evidence")),
         replay=f"halfstep replay {run.folder} --attempt {int(attempt)}" if is_kept else "",
     )
+
+
+def _cause(facts: dict[str, Any]) -> str:
+    return text(facts.get("cause"), 40).replace("_", " ")
 
 
 def _culprit(found: dict[str, Any]) -> Pairs:

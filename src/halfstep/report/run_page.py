@@ -94,14 +94,12 @@ def compared_run_blocks(run: RunFacts, pictures: Sequence[Picture], left_out: Se
 def _incidents(run: RunFacts, found: Sequence[Incident]) -> Iterator[Block]:
     yield Heading("Incidents")
     # The last incident of a run that was given up says why; an error of another kind is said once, here.
-    is_said = bool(found) and any(one.sentence and one.sentence in run.why for one in found)
-    if run.state.word not in _TONES and run.why and not is_said:
+    if run.state.word not in _TONES and run.why and not any(one.ended_run for one in found):
         yield Box("Why it ended", (Paragraph(run.why), *_do(run.do)), "bad")
-    for one in found:
-        yield _incident(one, is_end=bool(one.do) and is_said)
+    yield from map(_incident, found)
 
 
-def _incident(one: Incident, is_end: bool) -> Box:
+def _incident(one: Incident) -> Box:
     place = f"Step {one.attempt}: " if one.attempt else ""
     blocks: list[Block] = [Paragraph(one.sentence)]
     blocks += [Pairs(tuple(one.culprit))] if one.culprit else []
@@ -110,7 +108,7 @@ def _incident(one: Incident, is_end: bool) -> Box:
     blocks += [Heading("Evidence", level=3), Items(tuple(one.evidence))] if one.evidence else []
     blocks += [Heading("What was done", level=3), Items(tuple(one.done)), *_do(one.do)]
     blocks += [Command(one.replay, "replay it: ")] if one.replay else []
-    title = f"{'Why it ended: ' if is_end else ''}{place}{one.cause}"
+    title = f"{'Why it ended: ' if one.ended_run else ''}{place}{one.cause}"
     return Box(title, tuple(blocks), "warn" if one.cause in _CALM else "bad")
 
 

@@ -15,6 +15,7 @@ from halfstep.files import LARGEST_JSON, read_json
 from halfstep.journal.events import END, EPOCH, START, STEP, Event
 from halfstep.journal.jsonl import JOURNAL, lines_backwards, parts_of, read_event
 from halfstep.journal.thinning import number
+from halfstep.runs.listing_page import Listing, RunRow
 from halfstep.status_files import StatusFile, read_status, status_file, timestamp
 
 RECIPE, RESULT, STATUS = "recipe.yaml", "result.json", status_file(0)
@@ -42,37 +43,6 @@ class RunState(NamedTuple):
 
     word: str
     why: str
-
-
-class RunRow(NamedTuple):
-    """One run of a list; None for what is not known."""
-
-    name: str
-    state: str
-    why: str
-    precision: str | None
-    metric: str | None
-    value: float | None
-    """The best of the metric so far."""
-    steps: int | None
-    """Attempted steps."""
-    planned: int | None
-    skips: int | None
-    seconds: float | None
-    """What the run has taken, without the time between its launches."""
-    age: float
-    """Seconds since the run wrote last."""
-
-
-class Listing(NamedTuple):
-    """The newest runs of a folder, and how many others there are."""
-
-    folder: Path
-    runs: list[RunRow]
-    more: int
-    """Runs that are older than those of the list."""
-    others: int
-    """Folders that hold no run."""
 
 
 def runs(folder: str | os.PathLike[str] = "runs", most: int = 50) -> Listing:

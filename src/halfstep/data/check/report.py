@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from halfstep.data.check import facts
 from halfstep.data.check import rules as f
 from halfstep.data.check.facts import SetLooked, look_at
+from halfstep.data.check.page import ClassShare, DataReport, Fault, ImageFacts
 from halfstep.data.image_files import FORMATS, MOST_PIXELS
 from halfstep.data.layout import RECIPES, Layout
-from halfstep.finding import Finding, Severity
-from halfstep.json_data import JsonResult, json_data
+from halfstep.finding import Severity
 from halfstep.status_line import OnProgress
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -24,17 +22,6 @@ from halfstep.status_line import OnProgress
 _PAIRS = "masks/NAME.png or masks/NAME_mask.png belongs to images/NAME.jpg"
 _AGAIN = "copy them again from where they came, or delete them"
 _UNTURN = "exiftool -Orientation=1 -n FILE"
-
-
-@dataclass(frozen=True)
-class Fault(Finding):
-    """A finding, with the files or classes that show it."""
-
-    files: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data, with as many files as a reader can use, and their number."""
-        return {**super().as_dict(), "files": list(self.files[:MOST_FILES]), "count": len(self.files)}
 
 
 class Rule(NamedTuple):
@@ -170,59 +157,6 @@ RULES = (
 
 
 # -- report -----------------------------------------------------------------------------------------------------------
-
-
-MOST_FILES = 1000
-"""Files listed per fault; the rest is counted."""
-
-
-@dataclass(frozen=True)
-class ImageFacts:
-    """Sizes and file formats of the images that can be read; a size is width and height."""
-
-    median: tuple[int, int]
-    smallest: tuple[int, int]
-    largest: tuple[int, int]
-    kinds: Mapping[str, int]
-    """Number of images by file format."""
-
-
-@dataclass(frozen=True)
-class ClassShare(JsonResult):
-    """How often a class occurs."""
-
-    name: str
-    images: int
-    pixels: float | None = None
-    """Share of all pixels; None where images have a class as a whole."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data, with pixels where there are masks."""
-        return {key: value for key, value in super().as_dict().items() if value is not None}
-
-
-@dataclass(frozen=True)
-class DataReport(JsonResult):
-    """The facts of a data set, and everything that is wrong with it."""
-
-    folder: Path
-    task: str
-    recipe: str
-    """The recipe that trains on it."""
-    ok: bool
-    """Whether a run can be trained on it."""
-    samples: Mapping[str, int]
-    """Number of samples by split."""
-    readable: int
-    images: ImageFacts | None
-    masks: Mapping[str, object] | None
-    """How masks are read, in words and as settings of a recipe; None without masks."""
-    classes: tuple[ClassShare, ...]
-    findings: tuple[Fault, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for `json.dumps`."""
-        return {**super().as_dict(), "images": json_data(self.images or {})}
 
 
 def check(layout: Layout, on_progress: OnProgress = lambda done, of: None, classes: int | None = None) -> DataReport:

@@ -68,11 +68,6 @@ class Scalers:
         made = self.made_as(call)
         return bool(made) and all(one.enabled is False for one in made)
 
-    def steps_with(self, call: ScalerCall) -> list[ScalerCall]:
-        """Return the scaler's steps that come after a call in the same function and can follow it."""
-        scope = self._script.scopes[call.call]
-        return [one for one in self.of("step", scope, call.scaler) if follows(self._script, call.call, one.call)]
-
     def _known_paths(self) -> set[str]:
         made = {one.call for one in self.made}
         bound = self._script.bound() if made else ()
@@ -93,11 +88,6 @@ class Scalers:
             return None
         optimizer = path_of(call.args[0]) if kind in ("step", "unscale") else None
         return ScalerCall(kind, path, call, optimizer)
-
-
-def is_made(script: Script, call: ast.Call) -> bool:
-    """Return whether a call makes torch's gradient scaler."""
-    return script.is_one_of(call.func, _NAMES)
 
 
 def follows(script: Script, first: ast.AST, second: ast.AST) -> bool:

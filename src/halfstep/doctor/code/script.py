@@ -185,10 +185,6 @@ class Script:
             node = self.parents.get(node)
         return node
 
-    def function_of(self, node: ast.AST) -> ast.AST:
-        """Return the function around a node, the module outside of functions."""
-        return self.scopes[node]
-
     def statement(self, node: ast.AST) -> ast.stmt:
         """Return the statement that a node is part of."""
         while not isinstance(node, ast.stmt):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.json_data import JsonResult
 from halfstep.precision.island import island
 from halfstep.train.metrics import Metric
 
@@ -43,8 +42,10 @@ def counted(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ClassScores(JsonResult):
+class ClassScores:
     """The figures of one class; a ratio that is undefined is None."""
+
+    json_keys: ClassVar = ("class=name", "truth", "answered", "iou", "dice", "precision", "recall")
 
     name: str
     truth: int
@@ -55,10 +56,6 @@ class ClassScores(JsonResult):
     dice: float | None
     precision: float | None
     recall: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data; the name is called the class."""
-        return {"class" if key == "name" else key: value for key, value in super().as_dict().items()}
 
 
 @dataclass(frozen=True)

@@ -1,58 +1,104 @@
-"""The page of a data check, and of the public data sets."""
+"""The result of a data check, and its page."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.finding import Finding
+from halfstep.json_data import JsonResult, json_data
+from halfstep.numbers import several
 from halfstep.page import Block, Column, Page, Pairs, Paragraph, Span, Style, Table, Text
 from halfstep.printable import in_line
 
-if TYPE_CHECKING:
-    from halfstep.data.check.report import ClassShare, DataReport, Fault
-
+MOST_FILES = 1000
+"""Files listed per fault; the rest is counted."""
 MOST_NAMES = 3
 """The most files named per fault; --json has them all."""
 MOST_CLASSES = 12
 
 
 @dataclass(frozen=True)
-class DataSet:
-    """A public data set that can be downloaded."""
+class Fault(Finding):
+    """A finding, with the files or classes that show it."""
+
+    files: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, with as many files as a reader can use, and their number."""
+        return {**super().as_dict(), "files": list(self.files[:MOST_FILES]), "count": len(self.files)}
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """Sizes and file formats of the images that can be read; a size is width and height."""
+
+    median: tuple[int, int]
+    smallest: tuple[int, int]
+    largest: tuple[int, int]
+    kinds: Mapping[str, int]
+    """Number of images by file format."""
+
+
+@dataclass(frozen=True)
+class ClassShare(JsonResult):
+    """How often a class occurs."""
 
     name: str
-    about: str
-    here: bool
-    """Whether it is in the cache."""
+    images: int
+    pixels: float | None = None
+    """Share of all pixels; None where images have a class as a whole."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, with pixels where there are masks."""
+        return {key: value for key, value in super().as_dict().items() if value is not None}
 
 
-def check_page(report: DataReport, following: str) -> Page:
-    """Return the page of a check: the data set, its faults, and the verdict and the command to type last."""
-    what = {"segmentation": "photographs with masks", "classification": "a folder for each class"}[report.task]
-    blocks: list[Block] = [Paragraph(Span(f"{in_line(report.folder)}: {what}", strong=True)), _facts(report)]
-    if report.classes:
-        blocks.append(_classes(report.classes))
-    for finding in report.findings:
-        if finding.severity != "note":
-            blocks += _finding(finding, report.folder)
-    notes = [f"{one.evidence} ({len(one.files):,})" for one in report.findings if one.severity == "note"]
-    if notes:
-        blocks.append(Paragraph(Span(f"nothing to do: {'; '.join(notes)}", "dim"), gap=True))
-    blocks.append(Paragraph(_verdict(report), gap=True))
-    if report.ok:
-        blocks.append(Paragraph(f"next: {in_line(following)}", wrap=False))
-    return Page(f"data in {report.folder}", tuple(blocks))
+@dataclass(frozen=True)
+class DataReport(ShownAsPage, JsonResult):
+    """The facts of a data set, and everything that is wrong with it."""
+
+    folder: Path
+    task: str
+    recipe: str
+    """The recipe that trains on it."""
+    ok: bool
+    """Whether a run can be trained on it."""
+    samples: Mapping[str, int]
+    """Number of samples by split."""
+    readable: int
+    images: ImageFacts | None
+    masks: Mapping[str, object] | None
+    """How masks are read, in words and as settings of a recipe; None without masks."""
+    classes: tuple[ClassShare, ...]
+    findings: tuple[Fault, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for `json.dumps`."""
+        return {**super().as_dict(), "images": json_data(self.images or {})}
+
+    def page(self) -> Page:
+        """Return the facts of the data set, its faults, and the verdict."""
+        what = {"segmentation": "photographs with masks", "classification": "a folder for each class"}[self.task]
+        blocks: list[Block] = [Paragraph(Span(f"{in_line(self.folder)}: {what}", strong=True)), _facts(self)]
+        if self.classes:
+            blocks.append(_classes(self.classes))
+        for finding in self.findings:
+            if finding.severity != "note":
+                blocks += _finding(finding, self.folder)
+        notes = [f"{one.evidence} ({len(one.files):,})" for one in self.findings if one.severity == "note"]
+        if notes:
+            blocks.append(Paragraph(Span(f"nothing to do: {'; '.join(notes)}", "dim"), gap=True))
+        blocks.append(Paragraph(_verdict(self), gap=True))
+        return Page(f"data in {self.folder}", tuple(blocks))
 
 
-def sets_page(sets: Sequence[DataSet]) -> Page:
-    """Return the page of the data sets that can be downloaded."""
-    rows = tuple((Span(one.name, strong=True), "here" if one.here else "", one.about) for one in sets)
-    more = Paragraph("halfstep data get NAME gets one; halfstep data check FOLDER looks over your own.", gap=True)
-    return Page("public data sets", (Table((Column(), Column(), Column()), rows, indent=0), more))
+# -- page -------------------------------------------------------------------------------------------------------------
 
 
 def _facts(report: DataReport) -> Pairs:
@@ -110,8 +156,8 @@ def _typed(finding: Fault, folder: Path) -> str:
 def _verdict(report: DataReport) -> Span:
     errors = sum(finding.severity == "error" for finding in report.findings)
     rest = sum(finding.severity == "warning" for finding in report.findings)
-    remarks = f"{rest} remark{'s' * (rest != 1)}"
+    remarks = several(rest, "remark")
     if errors:
-        kinds = f"{errors} kind{'s' * (errors != 1)} of mistakes{f' and {remarks}' if rest else ''}"
+        kinds = f"{several(errors, 'kind')} of mistakes{f' and {remarks}' if rest else ''}"
         return Span(f"{kinds}; mend the mistakes, then check again", "bad", strong=True)
     return Span(f"fit to train on{f', {remarks}' if rest else ''}", "good")
