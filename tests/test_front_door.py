@@ -55,11 +55,11 @@ class Gone:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Gone())
 import halfstep
-LATER = ("halfstep.cli._", "halfstep.cli.pages", "halfstep.recipe", "halfstep.data", "halfstep.journal",
+LATER = ("halfstep.cli._", "halfstep.recipe", "halfstep.data", "halfstep.journal",
          "halfstep.checkpoint", "halfstep.train", "halfstep.runs", "halfstep.tasks",
          "halfstep.draw", "halfstep.doctor", "halfstep.report", "halfstep.__main__", "halfstep.measure.recipe_case",
          "halfstep.adapters.accelerate", "halfstep.adapters.lightning", "halfstep.adapters.transformers",
-         "halfstep.adapters.replay", "halfstep.selftest.training", "halfstep.selftest.parts.resume")
+         "halfstep.adapters.replay", "halfstep.selftest.page", "halfstep.selftest.parts.resume")
 found = [m.name for m in pkgutil.walk_packages(halfstep.__path__, "halfstep.", onerror=lambda name: None)]
 names = [name for name in found if not name.startswith(LATER)]
 for name in names:

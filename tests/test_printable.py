@@ -40,7 +40,6 @@ ALLOWED = {
     "train/signals.py",  # fixed words, from a thread, while a kernel runs
     "measure/worker_process.py",
     "measure/profile/reading.py",  # a script of its own
-    "selftest/training.py",  # answers to the process that asked
 }
 
 

@@ -42,8 +42,7 @@ ALLOWED = {
     "measure/worker_process.py": {"subprocess.Popen"},
     "measure/bench/runs.py": {"subprocess.Popen"},
     "cli/_out_of_memory.py": {"subprocess.run"},
-    "selftest/parts/ranks.py": {"subprocess.run"},
-    "selftest/parts/resume.py": {"subprocess.Popen"},
+    "selftest/parts/ranks.py": {"ProcessPoolExecutor"},
     "data/loader.py": {"DataLoader"},
     "data/check/facts.py": {"ProcessPoolExecutor"},
     # The code that an export prints, in a process of its own; its answers are arrays, read without pickles.

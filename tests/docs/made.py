@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.cli._known import format_rows, gpu_rows
+from halfstep.draw.markdown import escaped, markdown
+from halfstep.selftest.names import FAILED, PASSED, SKIPPED
+from halfstep.selftest.names import PARTS as SELFTEST_PARTS
+from halfstep.selftest.page import parts_page
 from tests.docs.pictures import pictures
 from zoo import Pain, pains
 
@@ -78,6 +82,22 @@ def _formats() -> str:
     return _table(titles, rows)
 
 
+def _devices() -> str:
+    """The self-tests of devices: an overview, the page of each, and what the parts check."""
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in sorted((DOCS / "devices").glob("*.json"))]
+    overview: list[list[str]] = []
+    for report in reports:
+        device, results = report["device"], [row["result"] for row in report["parts"]]
+        name = f"{device['count']} × {device['name']}" if device["count"] > 1 else device["name"]
+        counts = [str(results.count(result)) for result in (PASSED, SKIPPED, FAILED)]
+        cells = [name, ", ".join(device["native"]), report["versions"]["torch"], device.get("driver") or "-"]
+        overview.append([escaped(cell) for cell in (*cells, *counts, f"{report['seconds']:.0f}")])
+    titles = ["device", "native", "torch", "driver", "passed", "skipped", "failed", "seconds"]
+    pages = [markdown(parts_page(report)).rstrip() for report in reports]
+    parts = "\n".join(f"- **{part}**: {what}" for part, what in SELFTEST_PARTS.items())
+    return "\n\n".join([_table(titles, overview), *pages, "## What each part checks", parts])
+
+
 def _zoo() -> str:
     return "\n\n".join(_pain(pain) for pain in pains())
 
@@ -138,6 +158,7 @@ def _table(titles: list[str], rows: list[list[str]]) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "devices": _devices,
     "gpus": _gpus,
     "formats": _formats,
     "zoo": _zoo,

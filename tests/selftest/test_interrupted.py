@@ -18,7 +18,7 @@ from halfstep.selftest.names import PARTS
 from tests.selftest.test_sabotage import ROOT
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
-_MOMENTS = {"resume": 12.0, "ranks": 12.0}
+_MOMENTS = {"ranks": 12.0}
 """Seconds into the part: where it has processes of its own, they should be there."""
 
 
@@ -35,7 +35,7 @@ def interrupted(part: str, folder: Path, number: signal.Signals) -> tuple[int, s
     command = [sys.executable, "-m", "halfstep", "selftest", "--only", part, "--device", "cpu"]
     child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=folder)
     os.close(theirs)
-    said = _read(ours, until=rf"1 of 1, {part}, ")
+    said = _read(ours, until=rf"1 of 1, {part}")
     said += _read(ours, seconds=_MOMENTS.get(part, 0.3))
     child.send_signal(number)
     said += _read(ours)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ HERE = {name: sabotage for name, sabotage in ALL.items() if sabotage.here}
 
 
 def row(part: str) -> dict[str, Any]:
-    return worker._do(PartContext(describe("cpu")), {"do": part})[1]
+    with tempfile.TemporaryDirectory() as folder:
+        return worker._do(PartContext(describe("cpu"), Path(folder)), {"do": part})[1]
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from halfstep.cli._options import Command, OnDevice, end, flag, print_json
 from halfstep.errors import SOFTWARE, FolderTaken, WrongUse, unknown_name
 from halfstep.files import storing
 from halfstep.launch_variables import launched_rank
+from halfstep.status_line import show as show_line
 
 GROUP = "Files"
 _STDOUT = "-"
@@ -51,20 +52,23 @@ def run(
     Exit code 0: no part failed; a part that cannot run here is skipped, with the reason. 70: a part failed, and is
     named. 130: interrupted.
     """
-    from halfstep.cli.pages import selftest as page
     from halfstep.draw.terminal import show_page
-    from halfstep.selftest.names import PARTS, description
+    from halfstep.selftest import page
+    from halfstep.selftest.names import PARTS
 
     if list:
-        show_page(page.list_page({name: description(name) for name in PARTS}))
+        show_page(page.list_page())
         return
     _refuse_ranks()
-    names = _chosen(only, PARTS)
+    for name in only or ():
+        if name not in PARTS:
+            raise unknown_name("part", name, PARTS)
+    names = [name for name in PARTS if not only or name in only]
     file = _file(json)
     from halfstep.selftest.run import selftest
 
-    with _ended_as_by_ctrl_c(), page.progress() as on_part:
-        report = selftest(names, device=device, on_part=on_part)
+    with _ended_as_by_ctrl_c():
+        report = selftest(names, device=device, on_part=_show_part)
     if json == _STDOUT:
         print_json(report)
     else:
@@ -78,12 +82,8 @@ def run(
         raise typer.Exit(SOFTWARE)
 
 
-def _chosen(only: list[str] | None, parts: tuple[str, ...]) -> list[str]:
-    """Return the parts to run, in their own order; raise UnknownName for another name."""
-    for name in only or ():
-        if name not in parts:
-            raise unknown_name("part", name, parts)
-    return [name for name in parts if not only or name in only]
+def _show_part(name: str, number: int, of: int) -> None:
+    show_line(f"halfstep selftest: {f'part {number} of {of}, {name}' if name else 'looking at the device'}")
 
 
 def _refuse_ranks() -> None:

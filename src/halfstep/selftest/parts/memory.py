@@ -14,7 +14,6 @@ from halfstep.precision.precision import Precision
 from halfstep.selftest.part import Measured, PartContext, PartSkipped, require
 from halfstep.selftest.small import batch, classified, convolutional
 
-WHAT = "`estimate` against the allocator of this device, in fp32 and in what `auto` chooses"
 WITHIN = 1.25
 """The largest factor between the two. What a kernel takes inside itself is not predicted, and differs by device."""
 _COUNTED = ("cpu", "cuda", "rocm", "xpu")

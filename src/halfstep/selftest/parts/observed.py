@@ -12,8 +12,6 @@ from halfstep.selftest.part import Measured, PartContext, PartFailed, require
 from halfstep.selftest.small import batch, classified, convolutional
 from halfstep.step.stepper import Stepper
 
-WHAT = "the first step runs in the precision that was asked for; one that does not is refused"
-
 
 class _WithoutAutocast(nn.Module):
     """A module that switches autocast off around itself, as code does that nobody remembers."""

@@ -16,7 +16,6 @@ from halfstep.selftest.part import Measured, PartContext, require
 from halfstep.selftest.small import Batch, batch, classified, convolutional
 from halfstep.step.stepper import Stepper
 
-WHAT = "a step against the same step written by hand, interleaved"
 MOST = 1.5
 """The median of the pairs may not exceed this: far above what is measured anywhere, so that only a defect does."""
 _PAIRS, _WARM = 30, 3

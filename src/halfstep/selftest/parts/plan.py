@@ -9,7 +9,6 @@ from halfstep.measure.plan.plan import plan
 from halfstep.selftest.part import Measured, PartContext, require
 from halfstep.selftest.small import batch, classified, convolutional
 
-WHAT = "a plan of a few seconds: what it chooses was measured, is native and trains as fp32 does"
 SECONDS = 12.0
 
 

@@ -6,8 +6,6 @@ from halfstep.precision.probe import measure
 from halfstep.precision.select import choose_precision
 from halfstep.selftest.part import Measured, PartContext, PartFailed, require
 
-WHAT = "every native format runs forward and backward; what `auto` chooses is one of them"
-
 
 def check(place: PartContext) -> Measured:
     """Measure anew, and hold the choice against it."""

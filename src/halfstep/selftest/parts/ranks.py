@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from halfstep.errors import HalfstepError, RankFailed, in_one_line
-from halfstep.selftest.part import Measured, PartContext, PartFailed, PartSkipped, require
+from halfstep.errors import RankFailed
+from halfstep.selftest.part import Measured, PartContext, PartSkipped, require
 from halfstep.selftest.small import Batch, batch, classified, convolutional
 from halfstep.step.report import LOSS_NOT_FINITE
 from halfstep.step.stepper import Stepper
 
-WHAT = "several ranks under torchrun: a NaN or an error on one is everyone's, and all keep the same weights"
 MOST_RANKS = 8
 PATIENCE = 300.0
 """Seconds that a rank waits for another one. Loading torch takes long where many processes do."""
-_ANSWER = "halfstep-selftest "
 
 
 class _Planted(Exception):
@@ -32,20 +29,19 @@ class _Planted(Exception):
 
 
 def check(place: PartContext) -> Measured:
-    """Start the ranks with torchrun, one for each device, or two on a CPU, and compare what they say."""
-    ranks, backend = _world(place.device)
-    answers = _under_torchrun(place.device.type, ranks)
-    require(sorted(answers) == list(range(ranks)), f"{len(answers)} of {ranks} ranks answered")
+    """Start a rank for each device, or two on a CPU, and compare their decisions."""
+    count, backend = _world(place.device)
+    rank = partial(decide, kind=place.device.type, count=count, store=place.written("ranks") / "store")
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as ranks:
+        answers = dict(enumerate(ranks.map(rank, range(count))))
     agreed(answers)
-    return Measured(f"{ranks} ranks on {backend}: 4 of 4 decisions alike", {"ranks": ranks, "backend": backend})
+    return Measured(f"{count} ranks on {backend}: 4 of 4 decisions alike", {"ranks": count, "backend": backend})
 
 
 def agreed(answers: dict[int, dict[str, Any]]) -> None:
     """Raise PartFailed where the ranks did not decide alike, or did not decide right."""
     wanted = {"clean": None, "nan": LOSS_NOT_FINITE, "again": None}
     for rank, answer in sorted(answers.items()):
-        if "error" in answer:
-            raise PartFailed(f"rank {rank}: {answer['error']}")
         for window, reason in wanted.items():
             found = answer[window]["reason"]
             require(found == reason, f"rank {rank}: a {window} window ended as {found or 'applied'}")
@@ -74,25 +70,6 @@ def _world(device: torch.device) -> tuple[int, str]:
     return min(count, MOST_RANKS), str(backend)
 
 
-def _under_torchrun(kind: str, ranks: int) -> dict[int, dict[str, Any]]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    # Not in a session of its own: whoever ends this process group ends torchrun with it.
-    ended = subprocess.run(
-        [*torchrun, "-m", "halfstep.selftest.rank", str(os.getpid()), kind],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    lines = [line.partition(_ANSWER)[2] for line in ended.stdout.splitlines() if _ANSWER in line]
-    answers = {answer["rank"]: answer for answer in map(json.loads, lines)}
-    if not answers:
-        last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise PartFailed(f"torchrun ended with {ended.returncode}: {last[-300:]}")
-    return answers
-
-
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +78,7 @@ def decisions(device: torch.device) -> dict[str, Any]:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     model = convolutional(device)
     stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision="fp32")
-    found: dict[str, Any] = {"rank": rank}
+    found: dict[str, Any] = {}
     for seed, window in enumerate(("clean", "nan", "again")):
         images, classes = batch(device, seed=10 * seed + rank)
         if window == "nan" and rank == last:
@@ -128,25 +105,16 @@ def _weights(model: nn.Module) -> list[str]:
     return [float(p.detach().double().sum()).hex() for p in model.parameters()]
 
 
-def answer(kind: str) -> None:
-    """Join the ranks that torchrun started, take the windows, and print how they ended."""
-    device = torch.device(kind)
-    backend = "gloo"
+def decide(rank: int, kind: str, count: int, store: Path) -> dict[str, Any]:
+    """Join the other ranks, take the windows, and return how they ended."""
+    device, backend = torch.device(kind), "gloo"
     if kind != "cpu":
-        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
-        torch.accelerator.set_device_index(device.index)
+        device = torch.device(kind, rank)
+        torch.accelerator.set_device_index(rank)
         backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(device)}"
     torch.set_num_threads(1)
-    dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE))
-    try:
-        found = decisions(device)
-    except HalfstepError as error:
-        found = {"rank": dist.get_rank(), "error": in_one_line(error)}
-    _print_answer(found)
+    limit = timedelta(seconds=PATIENCE)
+    dist.init_process_group(backend, store.as_uri(), limit, rank=rank, world_size=count)
+    found = decisions(device)
     dist.destroy_process_group()
-
-
-def _print_answer(found: dict[str, Any]) -> None:
-    # The end of the line with it, in one write: ranks share a pipe, and an unbuffered stdout writes ends by themselves.
-    sys.stdout.write(f"{_ANSWER}{json.dumps(found)}\n")
-    sys.stdout.flush()
+    return found

@@ -15,7 +15,6 @@ from halfstep.step.loss import StaticScale
 from halfstep.step.report import LOSS_NOT_FINITE
 from halfstep.step.stepper import Stepper
 
-WHAT = "an overflow of fp16 and a logarithm of 0 are planted: the diagnosis names their operation and module"
 _PLACE = "middle.planted"
 
 

@@ -12,7 +12,6 @@ from halfstep.step.loss import DynamicScale, LossScale, StaticScale
 from halfstep.step.report import GRADIENT_OVERFLOW
 from halfstep.step.stepper import Stepper
 
-WHAT = "fp16: the loss scale cancels out in the update, falls on an overflow, rises after clean steps"
 _TOLERANCE = 0.02
 """Relative to the norm of fp32's update; fp16 alone comes to about 0.001."""
 _ATTEMPTS = 30

@@ -16,7 +16,6 @@ from halfstep.step.report import LOSS_NOT_FINITE
 from halfstep.step.stepper import Stepper
 from halfstep.step.window import Window
 
-WHAT = "a skipped step leaves every tensor bitwise, an applied one moves, an error in the loss is taken back"
 _ATTEMPTS = 30
 """A loss scale in fp16 may have to fall before the first update."""
 

@@ -1,54 +1,20 @@
-"""The pages of the self-test, and a line while it runs."""
+"""The pages of the self-test."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from halfstep.page import Block, Column, Heading, Page, Paragraph, Span, Style, Table
-from halfstep.selftest.names import FAILED, PASSED, SKIPPED
-from halfstep.status_line import show as show_line
+from halfstep.selftest.names import FAILED, PARTS, PASSED, SKIPPED
 
 _STYLE: dict[str, Style] = {PASSED: "good", FAILED: "bad", SKIPPED: "warn"}
-_TICK = 1.0
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a callback for the part that begins; a line shows it with its seconds, on a terminal."""
-    now: list[tuple[str, float]] = []
-    done = threading.Event()
-
-    def on_part(name: str, number: int, of: int) -> None:
-        words = f"part {number} of {of}, {name}" if name else "looking at the device"
-        now[:] = [(words, time.monotonic())]
-        tick()
-
-    def tick() -> None:
-        for words, began in now:
-            show_line(f"halfstep selftest: {words}, {time.monotonic() - began:.0f} s")
-
-    def ticking() -> None:
-        while not done.wait(_TICK):
-            tick()
-
-    thread = threading.Thread(target=ticking, daemon=True)
-    thread.start()
-    try:
-        yield on_part
-    finally:
-        done.set()
-        thread.join()
-
-
-def list_page(parts: Mapping[str, str]) -> Page:
+def list_page() -> Page:
     """Return the page of the parts and what each checks."""
     columns = (Column("part", wrap="never"), Column("checks", wrap="fold"))
-    return Page("parts of the self-test", (Table(columns, tuple(parts.items())),))
+    return Page("parts of the self-test", (Table(columns, tuple(PARTS.items())),))
 
 
 def parts_page(report: dict[str, Any]) -> Page:
