@@ -15,7 +15,7 @@ PARTS = {
     "resume": "a run is saved half-way and resumed by a new build: every loss and tensor is bitwise an unbroken run's",
     "ranks": "several ranks: a NaN or an error on one is everyone's, and all keep the same weights",
 }
-"""What each part checks; `parts/NAME.py` has its `check`."""
+"""A line about each part; `parts/NAME.py` has its `check`."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 FORM = 1
 """The form of the JSON."""
