@@ -1,8 +1,8 @@
 """Build the command line application from the files of this folder, and turn errors into three lines and an exit code.
 
 A command is a file with `GROUP` (a heading of `--help`) and `run` (its docstring is the help), and optionally `COMMAND`
-(arguments for typer). torch is imported inside `run`, so that `--help` stays fast. Files that begin with an underscore,
-and the folder `pages`, are not commands.
+(arguments for typer). torch is imported inside `run`, so that `--help` stays fast. Files with a leading underscore
+are not commands.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from halfstep import distributed
 from halfstep._version import __version__
 from halfstep.checkpoint.commit import LEAVING, Saver
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.draw.curves import run_curves
 from halfstep.draw.notebook import ShownAsPage
 from halfstep.draw.series import series_of
 from halfstep.errors import BadRecipe, Diverged, HalfstepError, RankFailed, RanksDisagree, Stopped
@@ -72,6 +71,9 @@ class Run(ShownAsPage):
 
     def page(self) -> Page:
         """Return the page about it: its best value, its length, its metrics and its curves."""
+        # A run draws when it is shown: training loads no charts.
+        from halfstep.draw.curves import run_curves
+
         best = self.best
         value = "no finite value" if best["value"] is None else f"{best['value']:.4g}, after epoch {best['epoch']}"
         skips = ", ".join(f"{count} skipped ({reason.replace('_', ' ')})" for reason, count in self.skipped.items())

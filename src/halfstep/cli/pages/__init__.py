@@ -1,1 +1,0 @@
-"""The pages that commands print, one file each."""
