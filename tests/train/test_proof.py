@@ -172,14 +172,14 @@ class Draws(Tiny):
 def test_a_run_that_is_too_short_is_refused_with_what_would_do(tmp_path: Path) -> None:
     made = recipe(tmp_path, Tiny)
     build = building(Tiny, made)
-    with pytest.raises(WrongUse, match=r"9 \+ 9 steps of a run of 16 steps[\s\S]*--steps 8"):
+    with pytest.raises(WrongUse, match=r"9 \+ 9 steps of a run of 16 steps[\s\S]*resume_steps=8"):
         prove(build, saved(tmp_path), 9, scratch(tmp_path))
 
 
 @pytest.mark.wording
 def test_a_run_that_patience_ends_is_too_short_too(tmp_path: Path) -> None:
     made = recipe(tmp_path, Tiny, optimizer__lr=1e-9, evaluate__patience=1, evaluate__min_delta=1.0)
-    with pytest.raises(WrongUse, match=r"patience[\s\S]*--steps 4"):
+    with pytest.raises(WrongUse, match=r"patience[\s\S]*resume_steps=4"):
         prove(building(Tiny, made), [], 6, scratch(tmp_path))
 
 
