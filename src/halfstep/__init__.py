@@ -40,6 +40,7 @@ if _typing.TYPE_CHECKING:
     from halfstep.precision.precision import widen as widen
     from halfstep.precision.select import choose_precision as choose_precision
     from halfstep.report.written import report as report
+    from halfstep.runs.evaluate_run import evaluate as evaluate
     from halfstep.runs.export_run import export as export
     from halfstep.runs.export_run import export_sharded as export_sharded
     from halfstep.runs.fit import fit as fit
@@ -89,6 +90,7 @@ _HOMES = {
     "diagnose": "guard.diagnosis.diagnoser",
     "doctor": "doctor.report",
     "estimate": "measure.memory.estimate",
+    "evaluate": "runs.evaluate_run",
     "export": "runs.export_run",
     "export_sharded": "runs.export_run",
     "failed_steps": "runs.replay",

@@ -52,6 +52,21 @@ def test_verify_returns_what_is_wrong(copied: Path) -> None:
     assert "bad-data" in report._repr_html_()
 
 
+def test_evaluate_returns_the_figures_of_the_command(run: Path, tmp_path: Path) -> None:
+    table = tmp_path / "samples.csv"
+    report = halfstep.evaluate(run, csv=table)
+    assert report.metrics.keys() >= {"iou", "loss"}
+    assert report.figures is not None
+    assert len(table.read_text().splitlines()) == 1 + report.samples == 1 + len(report.figures.each)
+    assert [file.name for file in report.written] == ["samples.csv", "samples_classes.csv", "samples_confusion.csv"]
+    with pytest.raises(FolderTaken) as caught:
+        halfstep.evaluate(run, csv=table)
+    assert "overwrite=True" in caught.value.do
+    last = halfstep.evaluate(run, weights="last", csv=table, overwrite=True)
+    assert last.weights.name == "last.safetensors"
+    assert "written" in last._repr_html_()
+
+
 def test_export_returns_the_file_and_replaces_it_on_request(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "unet.safetensors"
     report = halfstep.export(run, file)

@@ -106,13 +106,19 @@ OnDevice = Annotated[str | None, typer.Option(help="A device as torch names it; 
 Json = Annotated[bool, flag("--json", "Print one JSON object.")]
 
 
+def asked_precision(precision: str | None, bf16: bool, fp16: bool) -> str | None:
+    """Return the precision that the options agree on; None without any. Raise for options that conflict."""
+    asked = {"precision": precision, "bf16": bf16 or None, "fp16": fp16 or None}
+    named = read_settings({key: value for key, value in asked.items() if value is not None})
+    return named.name if named else None
+
+
 def opened(folder: Path, weights: str, precision: str | None, bf16: bool, fp16: bool, task: Path | None) -> Finished:
     """Load the run with these weights, in the precision the options agree on; print findings about it first.
 
     Raise `BadData` where the run or its weights are missing, and the errors of conflicting options.
     """
-    asked = {"precision": precision, "bf16": bf16 or None, "fp16": fp16 or None}
-    named = read_settings({key: value for key, value in asked.items() if value is not None})
+    named = asked_precision(precision, bf16, fp16)
     from halfstep.train.run_folder import recipe_in
 
     recipe_in(folder)  # fails before torch is loaded, which takes seconds
@@ -120,7 +126,7 @@ def opened(folder: Path, weights: str, precision: str | None, bf16: bool, fp16: 
     from halfstep.runs.registry import task_from_file
 
     own = task_from_file(task)[0] if task else None
-    finished = open_finished(folder, weights=weights, precision=named.name if named else None, own=own)
+    finished = open_finished(folder, weights=weights, precision=named, own=own)
     for finding in finished.choice.findings:
         screen(stderr=True, soft_wrap=True).print(str(finding))
     return finished

@@ -72,12 +72,14 @@ class Evaluation(ShownAsPage, JsonResult):
     figures: ClassFigures | None
     """None for a task without classes."""
     findings: tuple[Finding, ...]
+    written: tuple[Path, ...] = ()
+    """The tables and the picture that were asked for."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, the figures among the others."""
         found = super().as_dict()
-        figures, findings = found.pop("figures"), found.pop("findings")
-        return {**found, **(figures or {}), "findings": findings}
+        figures, findings, written = (found.pop(key) for key in ("figures", "findings", "written"))
+        return {**found, **(figures or {}), "findings": findings, "written": written}
 
     def page(self) -> Page:
         """Return the metrics, the classes and how they are confused, the worst samples, and what was left out."""
@@ -87,6 +89,7 @@ class Evaluation(ShownAsPage, JsonResult):
         if self.figures is not None:
             blocks += [*_classes(self.figures), *_confusion(self.figures), *_worst(self.figures.worst)]
         blocks += map(left_out_line, self.left_out)
+        blocks += [Paragraph(("written: ", Span(in_line(file), strong=True)), wrap=False) for file in self.written]
         return Page(f"evaluation of {self.run}", tuple(blocks))
 
 

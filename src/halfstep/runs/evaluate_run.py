@@ -1,0 +1,119 @@
+"""`halfstep.evaluate`: measure a run's weights on its validation data or on another folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halfstep.errors import WrongUse, advice, option, option_with
+from halfstep.files import refuse_taken, storing
+from halfstep.terminal import progress
+
+if TYPE_CHECKING:
+    from halfstep.runs.evaluate import Evaluated
+    from halfstep.runs.evaluate_page import Evaluation
+    from halfstep.runs.finished import Finished
+    from halfstep.train.task import Task
+
+
+def evaluate(
+    run: str | os.PathLike[str],
+    data: str | os.PathLike[str] | None = None,
+    *,
+    weights: str = "best",
+    precision: str | None = None,
+    csv: str | os.PathLike[str] | None = None,
+    picture: str | os.PathLike[str] | None = None,
+    samples: int = 8,
+    overwrite: bool = False,
+    task: type[Task] | str | os.PathLike[str] | None = None,
+) -> Evaluation:
+    """Measure a run's weights: overall, per class and per sample, with the worst samples.
+
+    Args:
+        run: The folder of a run.
+        data: A folder of labelled data, laid out as the training data were; the run's validation data if left out.
+        weights: `best`, `last`, or a .safetensors file.
+        precision: Another precision than the run's.
+        csv: A file for a row per sample; classes and confusion are written next to it.
+        picture: A .png file for the confusion, the classes, and the worst and typical samples.
+        samples: Samples in the picture.
+        overwrite: Replace files that exist.
+        task: The class of a task of your own, or its file.
+
+    Returns:
+        The metrics, the figures of classes and samples, and the files that were written.
+
+    Raises:
+        BadData: The folder holds no run, its weights are missing or not finite, or the data have another layout.
+        FolderTaken: A file exists already.
+        StorageFailed: A file cannot be written.
+        WrongUse: The task has no figures of samples, or is evaluated on its own data alone.
+    """
+    folder = Path(os.path.expanduser(run))
+    table, image = (None if file is None else Path(os.path.expanduser(file)) for file in (csv, picture))
+    # Before the evaluation, which may take minutes.
+    _check_files(table, image, overwrite)
+    from halfstep.train.run_folder import recipe_in
+
+    recipe_in(folder)  # fails before torch is loaded, which takes seconds
+    from halfstep.runs.evaluate import measure_weights
+    from halfstep.runs.finished import elsewhere, open_finished
+    from halfstep.runs.registry import own_task
+
+    own = None if task is None else own_task(task)
+    finished = open_finished(folder, weights=str(weights), precision=precision, own=own)
+    if data is not None:
+        finished = elsewhere(finished, Path(os.path.expanduser(data)))
+    with progress("evaluating", "batches") as on_progress:
+        found = measure_weights(finished, "validation" if data is None else str(data), on_progress)
+    if table is None and image is None:
+        return found.report
+    return replace(found.report, written=_write_files(found, finished, table, image, samples))
+
+
+def _table_files(table: Path | None) -> tuple[Path, ...]:
+    """Return the CSV files of samples, classes and the confusion matrix."""
+    if table is None:
+        return ()
+    return (table, *(table.with_name(f"{table.stem}_{kind}{table.suffix}") for kind in ("classes", "confusion")))
+
+
+def _check_files(table: Path | None, picture: Path | None, overwrite: bool) -> None:
+    """Raise `WrongUse` or `FolderTaken` for unusable output files before anything is computed."""
+    if picture is not None and picture.suffix.lower() != ".png":
+        raise WrongUse(
+            option_with("picture", picture),
+            allowed="a name that ends in .png",
+            do=option_with("picture", picture.with_suffix(".png")),
+        )
+    for file in (*_table_files(table), *([picture] if picture else [])):
+        refuse_taken(file, overwrite, do="give another name", flag=option("overwrite"))
+
+
+def _write_files(
+    found: Evaluated, finished: Finished, table: Path | None, picture: Path | None, samples: int
+) -> tuple[Path, ...]:
+    """Write the requested files and return their paths. Raise `WrongUse` for a task without per-sample figures."""
+    from halfstep.runs.evaluate import draw_samples, write_tables
+
+    figures = found.report.figures
+    if figures is None:
+        given = advice("--csv", "csv=") if table else advice("--picture", "picture=")
+        raise WrongUse(
+            f"{given} for the task {finished.recipe.task}, which has no figures of samples",
+            allowed="runs of segmentation and classification",
+            do=advice("leave it out, or write --json", "leave it out"),
+        )
+    with storing(
+        "what was asked for cannot be written",
+        allowed="a place that this user can write to, with room for it",
+        do=f"give another name to {advice('--csv or --picture', 'csv or picture')}",
+    ):
+        if table is not None:
+            write_tables(figures, _table_files(table))
+        if picture is not None:
+            draw_samples(found, figures, finished, picture, samples)
+    return (*_table_files(table), *([picture] if picture else []))
