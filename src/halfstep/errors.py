@@ -125,17 +125,19 @@ class HalfstepError(Exception):
         super().__init__("\n".join(lines))
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython prints for it: the caller's lines, without those of halfstep and torch, and the message.
+        """Return the lines that IPython prints: the caller's, without halfstep, torch and contextlib, and the message.
 
         `traceback.print_exception(error)` prints all of them.
         """
+        import contextlib
         import os
         import sys
         import traceback
 
         packages = (sys.modules.get(name) for name in ("halfstep", "torch", "IPython"))
-        inside = tuple(os.path.join(os.path.dirname(str(one.__file__)), "") for one in packages if one is not None)
-        frames = [one for one in traceback.extract_tb(self.__traceback__) if not one.filename.startswith(inside)]
+        inside = [os.path.join(os.path.dirname(str(one.__file__)), "") for one in packages if one is not None]
+        inside.append(contextlib.__file__)
+        frames = [one for one in traceback.extract_tb(self.__traceback__) if not one.filename.startswith(tuple(inside))]
         cause = [f"from {in_one_line(self.__cause__)}"] if self.__cause__ is not None else []
         lines = [line.rstrip("\n") for line in traceback.format_list(frames)]
         return [*lines, f"{type(self).__name__}: {self}", *cause]

@@ -141,7 +141,7 @@ def test_a_command_prints_plain_lines(notebook: Any) -> None:
     text = printed(notebook, "command")
     assert "\x1b" not in text
     assert "\r" not in text.replace("\r\n", "\n")
-    assert "finished" in text
+    assert "Finished after" in text
     assert len(text.splitlines()) < 60
 
 
