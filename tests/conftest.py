@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -29,6 +30,8 @@ import torch
 from halfstep.precision.flags import read_flags
 from tests.support import curves
 from tests.support.chromium import MISSING, Chromium, program
+from tests.support.forked_python import STARTING_PYTHON, SUBPROCESS
+from tests.support.preloaded import server
 from tests.support.quick import Quick, Stopwatch
 from tests.support.ranks import Ranks
 
@@ -108,6 +111,21 @@ def drawn_curves() -> Iterator[None]:
     """For tests that look at a run's curves."""
     with curves.drawn():
         yield
+
+
+@pytest.fixture(scope="session")
+def loaded_server() -> None:
+    """The server of forked processes has loaded all that they need: no test's patience is for that."""
+    process = server().Process(target=gc.collect)
+    process.start()
+    process.join()
+
+
+@pytest.fixture
+def forked_python(monkeypatch: pytest.MonkeyPatch, loaded_server: None) -> None:
+    """Python processes that halfstep starts are forked where torch is loaded: for tests that are not about them."""
+    for module in STARTING_PYTHON:
+        monkeypatch.setattr(module, "subprocess", SUBPROCESS)
 
 
 @pytest.fixture(scope="session")

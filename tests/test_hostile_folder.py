@@ -46,7 +46,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _never_waits() -> Iterator[None]:
+def _never_waits(forked_python: None) -> Iterator[None]:
     """A read of a pipe would wait for ever."""
 
     def late(*_: object) -> None:

@@ -10,8 +10,9 @@ import torch.distributed.tensor
 
 import faults.child
 import halfstep.cli.main
+import tests.support.forked_python
 
-LOADED = (torch, faults.child, halfstep.cli.main)
+LOADED = (torch, faults.child, halfstep.cli.main, tests.support.forked_python)
 
 # What is loaded stays: forks need not look through it, nor copy its pages to count references in them.
 gc.collect()

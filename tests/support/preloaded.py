@@ -21,6 +21,10 @@ PRELOADED = ["tests.support.forked"]
 def server() -> ForkServerContext:
     """Return the context whose processes are forked from the server, which is started where it is not yet running."""
     context = multiprocessing.get_context("forkserver")
+    if multiprocessing.parent_process() is not None and forkserver._forkserver._forkserver_address is not None:
+        # This process was forked from the server itself, and asks the same one. It is not this process's child.
+        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+        return context
     context.set_forkserver_preload(PRELOADED)
     # Python 3.11's server is not told sys.path: begun in another folder it would load nothing, and say nothing.
     before = os.environ.get("PYTHONPATH")
