@@ -15,9 +15,16 @@ pytestmark = pytest.mark.ranks
 SECONDS = 5.0
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)], ids=["two", "four"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     started = Ranks(request.param)
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    started = Ranks(4)
     yield started
     started.stop()
 
@@ -69,7 +76,17 @@ def check(found: list[dict[str, Any]], error: str, words: str) -> None:
 @pytest.mark.parametrize("buffers", [False, True], ids=["plain", "buffers"])
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 def test_one_rank_fails_and_training_goes_on(ranks: Ranks, kind: str, buffers: bool, place: str) -> None:
-    found = ranks(one_fails, kind, buffers, place)
+    check_that_training_goes_on(ranks(one_fails, kind, buffers, place), kind, place)
+
+
+@pytest.mark.wording
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_one_rank_of_four_fails_and_training_goes_on(four_ranks: Ranks, kind: str, place: str) -> None:
+    check_that_training_goes_on(four_ranks(one_fails, kind, True, place), kind, place)
+
+
+def check_that_training_goes_on(found: list[dict[str, Any]], kind: str, place: str) -> None:
     error, words = ("KeyboardInterrupt", "") if place == "Ctrl-C" else ("Unreadable", "sample 7")
     check(found, error, words)
     assert all(one["usable"] for one in found[:-1])
