@@ -33,10 +33,18 @@ def test_there_are_three_workflows() -> None:
 
 def test_ci_runs_what_the_script_runs() -> None:
     script = re.findall(r"^scripts/\w+(?: --\w+)?", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)
-    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]["test"]["steps"]
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    steps = {
+        name: [step["run"] for step in jobs[name]["steps"] if "run" in step] for name in ("library", "rest", "docs")
+    }
     # There one after another: the first that fails is named.
-    assert {step["run"] for step in steps if "run" in step} == set(script)
+    every = {re.sub(r" (--ignore=)?tests/.*", "", command) for commands in steps.values() for command in commands}
+    assert every == set(script)
     assert len(script) == 5
+    # The tests of one job are those that the other leaves out.
+    tested, left_out = (steps[name][-1].split()[1:] for name in ("library", "rest"))
+    assert [f"--ignore={folder}" for folder in tested] == left_out
+    assert all((ROOT / folder).is_dir() for folder in tested)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
