@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import halfstep
+from tests.support import forked_python
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -119,9 +120,7 @@ def test_the_readme_has_the_figures_of_the_records(benchmark: str) -> None:
 
 @pytest.mark.slow
 def test_the_readme_shows_the_table_that_the_zoo_prints() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "zoo", "--table"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
+    done = forked_python.run([sys.executable, "-m", "zoo", "--table"], cwd=ROOT, check=True)
     table = done.stdout.strip()
     assert len(table.splitlines()) == 7
     assert table in README
@@ -143,9 +142,7 @@ def test_the_docs_quote_the_overhead_that_was_measured() -> None:
 )
 @pytest.mark.slow
 def test_the_example_trains_and_skips_one_batch(precision: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/own_loop.py", precision], cwd=ROOT, check=True, capture_output=True, text=True
-    )
+    done = forked_python.run([sys.executable, "examples/own_loop.py", precision], cwd=ROOT, check=True)
     last = done.stdout.splitlines()[-1]
     assert "'loss_not_finite': 1" in last
     assert float(last.rpartition(" ")[2]) > 0.9
