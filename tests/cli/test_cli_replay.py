@@ -28,6 +28,7 @@ from halfstep.runs.resolve import resolved_recipe
 from halfstep.train.failed_steps.reading import read, recorded_in
 from halfstep.train.run import make_loop
 from halfstep.train.run_folder import open_run
+from tests.support import forked_python
 
 TASK = '''
 import torch
@@ -161,10 +162,8 @@ def test_another_process_finds_the_same_culprit_and_the_same_loss_to_the_bit(pla
         name: rerun(loop.model, attempt, ReplayConfig(precision_named(name), scale=1.0)).loss
         for name in ("fp32", "bf16")
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "halfstep", "replay", folder, "--task", task, "--json"],
-        check=True, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    words = [sys.executable, "-m", "halfstep", "replay", str(folder), "--task", str(task), "--json"]
+    done = forked_python.run(words, check=True, timeout=100)
     report = json.loads(done.stdout)
     rows = {row["way"]: row for row in report["reruns"]}
     assert {name: rows[name]["loss"] for name in live} == live

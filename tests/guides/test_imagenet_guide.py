@@ -14,6 +14,7 @@ from PIL import Image
 import halfstep
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.resolve import resolved_recipe
+from tests.support import forked_python
 
 COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
     "FP16": (
@@ -121,7 +122,7 @@ def test_the_guides_script_runs(data: Path, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "train_imagenet100.py"
     line = f"--data_dir {data} --mixed_precision --precision_type bf16 --batch_size 4 --epochs 1 --lr 0.1"
     command = [sys.executable, str(script), *line.split(), "--num_workers", "0", "--image_size", "32"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=tmp_path)
+    done = forked_python.run(command, timeout=150, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "epoch 1: loss" in done.stdout
     assert "bf16: 100 %" in done.stdout
