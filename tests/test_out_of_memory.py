@@ -22,6 +22,7 @@ from halfstep.out_of_memory import as_error, is_out_of_memory
 from halfstep.train.loop import Loop
 from halfstep.train.microbatches import division_notes, for_ranks, smaller_microbatches
 from tests.support.commands import Command
+from tests.support.forked_python import fork_processes
 from tests.support.tiny_task import Tiny
 
 RECIPE = """
@@ -225,8 +226,10 @@ def test_the_line_to_type_has_what_fits(found: dict[str, int], said: str, sizes:
 
 
 def with_little_memory() -> None:
-    """Let the steps of a run have 200 MB."""
+    """Let the steps of a run have 200 MB; the estimate is made in a process that has more, as after a run's end."""
     import resource
+
+    fork_processes()
 
     steps = Loop.steps
 
