@@ -56,6 +56,7 @@ def test_an_arm_elsewhere_is_the_same_arm() -> None:
 
 @pytest.mark.wording
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_an_arm_elsewhere_says_why_it_cannot() -> None:
     with (
         CandidateProcess(LINEAR, StepSetting("tf32")) as away,
@@ -89,6 +90,7 @@ def test_an_arm_that_dies_or_hangs_is_told_apart() -> None:
             away.seconds()
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_no_time_left_is_too_slow_and_not_a_wait_without_end() -> None:
     with CandidateProcess(LINEAR, StepSetting()) as away:
         away.open()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from halfstep.measure.bench.runs import STEPS, CaseCandidate, result_of_case
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
@@ -40,6 +42,7 @@ def test_a_loss_that_is_no_number_counts_and_nothing_but_skips_is_no_metric() ->
     assert skipped.curve == ()
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_real_run_tells_all_its_updates() -> None:
     found = CaseCandidate(Subject("tests.measure.bench.test_bench_case:steep", ()), StepSetting("fp16"))(1)
     applied = STEPS - sum(found.skipped.values())
