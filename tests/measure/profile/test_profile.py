@@ -18,6 +18,7 @@ from halfstep.measure.profile.profile import profile
 from halfstep.measure.subject import Subject
 from tests.support.cases import linear, loss_fn
 
+pytestmark = pytest.mark.usefixtures("forked_python")
 HERE = "benchmarks.profile_situations"
 
 
