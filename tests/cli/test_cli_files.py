@@ -29,6 +29,7 @@ from halfstep.errors import USAGE, HalfstepError
 from halfstep.runs.verify import VerifiedRun, read_all
 from halfstep.train.state import COMPONENTS
 
+pytestmark = pytest.mark.usefixtures("forked_python")
 ROOT = Path(__file__).parents[2]
 SHORT = ["train.steps=12", "train.batch_size=4", "checkpoint.every_steps=3", "checkpoint.keep=4", "run.pictures=0"]
 RUNS: dict[str, list[str]] = {

@@ -72,6 +72,7 @@ def run(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "format", ["safetensors", *(pytest.param(name, marks=pytest.mark.full) for name in ("onnx", "torch_export"))]
 )
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_the_printed_code_predicts_masks_in_the_size_of_each_photograph(
     run: Path, photos: Path, tmp_path: Path, format: str
 ) -> None:
@@ -107,6 +108,7 @@ def test_preprocessing_of_a_loaded_run_shrinks_as_predict_does(run: Path, photos
     assert torch.equal(loaded.preprocessing(name)[0], loaded.task.transform("val", sample)["image"])
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_classes_of_photographs_agree(tmp_path: Path) -> None:
     for label, tint in (("red", (200, 40, 40)), ("blue", (40, 40, 200))):
         (tmp_path / "data" / label).mkdir(parents=True)
@@ -155,6 +157,7 @@ def test_code_that_predicts_something_else_is_refused(tmp_path: Path, photos: Pa
 @pytest.mark.parametrize(
     ("channels", "mode"), [(1, "L"), (1, "I;16"), (1, "F"), (2, "LA"), (3, "RGB"), (3, "I;16"), (3, "P"), (4, "RGBA")]
 )
+@pytest.mark.usefixtures("forked_python")
 def test_the_code_reads_files_of_every_depth_as_training_does(tmp_path: Path, channels: int, mode: str) -> None:
     taken = Preprocessing(channels, (0.5,) * channels, (0.25,) * channels, max_side=40)
     signature = Signature(taken, ["a", "b"], "mask", 1, variable_size=True)
@@ -175,6 +178,7 @@ def test_the_code_reads_files_of_every_depth_as_training_does(tmp_path: Path, ch
     assert torch.allclose(torch.from_numpy(scope["x"]), expected, atol=1e-6)
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_pages_of_a_tiff_are_shrunk_too(tmp_path: Path) -> None:
     taken = Preprocessing(5, (0.5,) * 5, (0.25,) * 5, max_side=40)
     signature = Signature(taken, ["a", "b"], "mask", 1, variable_size=True)

@@ -76,6 +76,7 @@ def test_estimate_takes_what_a_recipe_says() -> None:
     assert small.peak < as_written.peak
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_bench_and_profile_take_a_model_and_a_case() -> None:
     model, loss_fn, batch = linear()
     before = [p.clone() for p in model.parameters()]
@@ -87,6 +88,7 @@ def test_bench_and_profile_take_a_model_and_a_case() -> None:
     assert profile.facts.subject == (CASE,)
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_plan_prints_its_verdict() -> None:
     found = halfstep.plan(*linear(), seconds=2)
     assert str(found).splitlines()[0] == found.verdict == found.as_dict()["verdict"]
