@@ -24,6 +24,7 @@ from halfstep.errors import WrongUse
 from halfstep.runs.export import Written, checked
 from halfstep.train.signature import Preprocessing, Signature
 
+pytestmark = pytest.mark.usefixtures("forked_python")
 SHORT = ["train.steps=6", "train.batch_size=4", "data.samples=40", "run.pictures=0", "num_workers=0", "--fp32"]
 TILED = ["data.crop=32", "data.tile=64", "data.overlap=16"]
 SEGMENTATION = ["segmentation_tiny", *TILED]
