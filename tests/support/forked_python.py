@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from halfstep.cli.pages import out_of_memory
+from halfstep.cli import _out_of_memory
 from halfstep.measure import worker_process
 from halfstep.runs import printed_code
 from tests.support.preloaded import ROOT, server, settle
@@ -95,7 +95,7 @@ def run(
 
 SUBPROCESS = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedPython, "run": run})
 """Stands in for the module `subprocess` where it starts Python alone."""
-STARTING_PYTHON = (printed_code, out_of_memory, worker_process)
+STARTING_PYTHON = (printed_code, _out_of_memory, worker_process)
 
 
 def fork_processes() -> None:
