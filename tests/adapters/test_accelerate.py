@@ -119,7 +119,7 @@ def test_a_call_that_was_left_in_the_loop_is_named(call: str) -> None:
     loop = Loop(Case("fp32", 1, "loss", 1), bad=False)
     apply = loop.stepper.apply
     loop.stepper.apply = lambda: (apply(), getattr(loop, call).step())  # type: ignore[assignment]
-    with pytest.raises(WrongUse, match="beside the Stepper"):
+    with pytest.raises(WrongUse, match="in a loop with a Stepper"):
         loop.train()
 
 

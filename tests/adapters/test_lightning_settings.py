@@ -360,7 +360,7 @@ def backward_on_the_instance() -> Any:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (StepsInside, "AdamW.step.. beside the Stepper"),
+        (StepsInside, "AdamW.step.. inside an open window of the Stepper"),
         (KeepsGradients, "optimizer_zero_grad overridden"),
         (Manual, "manual optimization"),
         (backward_on_the_instance, "backward overridden"),

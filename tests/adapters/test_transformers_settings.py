@@ -126,7 +126,7 @@ class StepsInside(TrainerCallback):
         (ByValue, [], "between backward"),
         (ByAnotherNorm, [], "norm_type=1"),
         (Ours, [ByAcceleratesValue], "between backward"),
-        (Ours, [StepsInside], "beside the Stepper"),
+        (Ours, [StepsInside], "inside an open window of the Stepper"),
     ],
 )
 def test_other_ways_of_clipping_and_stepping_are_refused_by_name(

@@ -141,7 +141,7 @@ def scale_of(accelerator: Accelerator) -> LossScale | None:
         growth_factor=handler.growth_factor,
         backoff_factor=handler.backoff_factor,
         growth_interval=handler.growth_interval,
-        # torch's scaler has no bounds: these hold whatever it begins with.
+        # torch's scaler has no bounds: these include any initial scale.
         floor=min(1.0, handler.init_scale),
         cap=max(2.0**24, handler.init_scale),
     )
@@ -237,8 +237,8 @@ class _CalledTwice:
 
 def _twice(call: str) -> WrongUse:
     return WrongUse(
-        f"{call} beside the Stepper",
-        allowed="stepper.apply() or stepper.step(), which steps optimizer and schedule of an applied update",
+        f"{call} in a loop with a Stepper",
+        allowed="stepper.apply() or stepper.step(), which step the optimizer and the schedule",
         do=f"remove {call} from the loop",
     )
 

@@ -1,10 +1,10 @@
-"""A GradScaler for loops that must keep theirs: torch's calls and arithmetic, and each update all or nothing.
+"""A GradScaler for existing AMP loops: torch's calls and arithmetic, with atomic updates.
 
-    scaler = halfstep.GradScaler("cuda")                # was: torch.amp.GradScaler("cuda")
-    scaler.include(model, scheduler, ema)               # what a skip rolls back or holds
+    scaler = halfstep.GradScaler("cuda")                # was: torch.amp.GradScaler("cuda") scaler.include(model,
+    scheduler, ema)               # a skip rolls these back or holds them
 
-It derives from `torch.amp.GradScaler`: scaling, unscaling and the arithmetic of the scale are torch's own. What is
-decided here is whether an optimizer is called at all, from one read of the device and with all ranks alike.
+It derives from `torch.amp.GradScaler`: scaling, unscaling and the scale updates are torch's own. This class only
+decides whether an optimizer steps, from one device read and with the same decision on all ranks.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` whose skipped updates change nothing, in fp16, bf16 and fp32.
 
     The first six arguments are torch's. With `precision="bf16"` or `"fp32"` nothing is scaled, and the finite check
-    works all the same. The scale stays within [floor, cap], which are widened to hold `init_scale`; torch's falls to
-    0.0 in the end. `process_group` names the ranks that decide together, if they are not all.
+    still works. The scale stays within [floor, cap], widened if necessary to include `init_scale`; torch's can fall to
+    0.0. `process_group` is the group of ranks that decide together (default: all ranks).
 
     The loop computes in its own autocast: `precision` names the same format. `findings` has `precision.slow` where the
     device emulates it; PrecisionRefused is raised where it cannot run or is known to give wrong numbers.
 
     `report` is the `StepReport` of the last decision, None before the first; `counts` counts decisions and the reasons
-    of skips. Where torch raises an AssertionError or a RuntimeError for calls out of order, WrongUse says which call it
-    was; it is raised as well for gradients that were written before `unscale_`, for an `optimizer.step()` beside the
-    scaler, and for a backward pass into unscaled gradients.
+    of skips. Calls out of order raise WrongUse with the name of the call, instead of torch's AssertionError or
+    RuntimeError; so do gradients written before `unscale_`, a direct `optimizer.step()`, and a backward pass into
+    unscaled gradients.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class GradScaler(torch.amp.GradScaler):
         self._start(process_group)
 
     def _start(self, process_group: Any) -> None:
-        """Set what is never saved: windows, optimizers, ranks."""
+        """Initialize the state that is never saved: windows, optimizers, ranks."""
         self.report: StepReport | None = None
         self._process_group = process_group
         self._ranks: Ranks | None = None
@@ -113,18 +113,18 @@ class GradScaler(torch.amp.GradScaler):
     def include(self, *things: Any, hold: str | Literal[False] | None = None) -> None:
         """Make a skip roll these back, or hold them.
 
-        Buffers of a module, and the state of an object with `state_dict()`, are as they were before the window's first
-        forward pass. A schedule or an average does nothing when the loop calls it after a skip; a module is an average
-        if it holds a copy of another's parameters. `hold` names the method for classes that are not known, and is False
-        for a module that only looks like an average. An optimizer is known before its first step. Raises WrongUse for
-        anything else, and where it is not clear.
+        Buffers of a module, and the state of an object with `state_dict()`, are restored to their values before the
+        window's first forward pass. A schedule or a weight average does nothing when the loop calls it after a skip; a
+        module counts as an average if it holds a copy of another module's parameters. `hold` names the method for
+        unknown classes, and is False for a module that only looks like an average. An optimizer is registered before
+        its first step. Raises WrongUse for other objects and for ambiguous modules.
         """
-        beside = [*self._included.modules, *(thing for thing in things if isinstance(thing, nn.Module))]
+        others = [*self._included.modules, *(thing for thing in things if isinstance(thing, nn.Module))]
         for thing in things if self._enabled else ():
             if isinstance(thing, torch.optim.Optimizer):
                 self._slot(thing)
                 continue
-            methods = moving_methods(thing, hold, beside)
+            methods = moving_methods(thing, hold, others)
             if methods:
                 hold_methods(thing, methods, self._moves_of(getattr(thing, "optimizer", None)))
             # A teacher that its own method moves runs in training mode too, and has statistics.
@@ -177,9 +177,9 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer if its gradients, the loss and the included buffers are finite on all ranks.
 
-        On a skip the optimizer is not called, fused ones neither, and what was included is rolled back or held. See
-        `report`. Optimizers that were given to `unscale_` before are decided on together. Raises WrongUse like
-        `unscale_`, and for a closure.
+        On a skip the optimizer is not called, not even a fused one, and included objects are rolled back or held. See
+        `report`. Optimizers already passed to `unscale_` share one decision. Raises WrongUse like `unscale_`, and for a
+        closure.
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
@@ -241,7 +241,7 @@ class GradScaler(torch.amp.GradScaler):
     def accept_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Accept gradients that the loop wrote between backward and `unscale_`, such as their sum over ranks.
 
-        They still carry the scale, so only what is linear in them keeps its meaning: a sum or a mean, not a clip.
+        They still carry the scale, so only linear operations are valid here: a sum or a mean, not clipping.
         """
         if self._enabled:
             self._backward.accept(self._slot(optimizer).gradients.parameters)
@@ -249,7 +249,7 @@ class GradScaler(torch.amp.GradScaler):
     # -- the order of calls -------------------------------------------------------------------------------------
 
     def _slot(self, optimizer: torch.optim.Optimizer) -> ScalerSlot:
-        """Return what is known of an optimizer; from its first call on, its own `step()` is watched."""
+        """Return the slot of an optimizer; the first call starts watching its `step()`."""
         slot = self._slots.get(id(optimizer))
         if slot is None:
             alike = [type(known.optimizer).__name__ for known in self._slots.values()].count(type(optimizer).__name__)
@@ -366,7 +366,7 @@ class GradScaler(torch.amp.GradScaler):
         # A norm beyond fp32's range counts as non-finite, as for the Stepper: nothing could be clipped by it.
         if not (agreed.finite and all(norm <= FP32.largest for norm in agreed.norms)):
             return GRADIENT_OVERFLOW if self.precision.scaled and agreed.scale > self.floor else GRADIENT_NOT_FINITE
-        # The flag on the device does not know whether the buffer was non-finite before; several ranks decide alike.
+        # The flag on the device does not show whether the buffer was non-finite before; all ranks must decide the same.
         if agreed.bad_buffer and (self._included.first_not_finite() is not None or self._group.size > 1):
             return BUFFER_NOT_FINITE
         return None
@@ -477,7 +477,7 @@ class GradScaler(torch.amp.GradScaler):
             raise StateMismatch(
                 f"the state of a scaler for {saved}",
                 allowed=f"one for {self.precision.name}",
-                do="do not load it: begin with a new scaler where the precision changes",
+                do="do not load it: start with a new scaler when the precision changes",
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class HostedStep:
         return self.report
 
     def drop(self) -> None:
-        """Drop an open window, as if it had never begun."""
+        """Drop an open window and restore the state before it."""
         self.stepper.discard()
         self.report = None
 
@@ -144,7 +144,7 @@ class HostedStep:
 
 
 def refuse_other_steps(optimizer: Optimizer, hosted: HostedStep) -> None:
-    """Make a step of the optimizer beside `hosted.apply()` raise WrongUse while a window is open."""
+    """Make the optimizer's own `step()` raise WrongUse while a window is open: only `hosted.apply()` may step."""
     # By a weak reference: the optimizer may outlive the run.
     known = weakref.ref(hosted)
 
@@ -152,7 +152,7 @@ def refuse_other_steps(optimizer: Optimizer, hosted: HostedStep) -> None:
         one = known()
         if one is not None and one.stepper.in_window and not one.applying:
             raise WrongUse(
-                f"{type(optimizer).__name__}.step() beside the Stepper, in a window that is not concluded",
+                f"{type(optimizer).__name__}.step() inside an open window of the Stepper",
                 allowed="the optimizer that the library passes to its hooks, whose step() concludes the window",
                 do="remove the call, or call step() of that optimizer in place of the inner one",
             )
@@ -188,7 +188,7 @@ def put_buffers_before_window(stepper: Stepper, weights: dict[str, Any]) -> None
 
 
 def order_gradients_by(stepper: Stepper, model: nn.Module) -> None:
-    """Compute norms to the bit as a loop does that clips `model.parameters()`, whatever the optimizer's groups."""
+    """Compute norms in the order of `model.parameters()`, bit-identical to a loop that clips these."""
     for slot in stepper._slots.values():
         slot.order_by(model)
 

@@ -1,7 +1,7 @@
-"""What a skip rolls back and what it holds, in a loop that moves its schedule and its average by itself.
+"""Objects that a skip rolls back or holds, in a loop that advances its schedule and its average itself.
 
-A module's buffers are copied when a window begins, and put back on a skip. A schedule or an average is not copied: its
-own method does nothing where it is called after a skip.
+A module's buffers are copied at the start of a window and restored on a skip. A schedule or an average is not copied:
+its own method does nothing when called after a skip.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MOVING = ("step", "step_update", "update", "update_parameters")
 """The methods by which schedules and averages of torch, timm, diffusers and torch_ema move."""
 
 
-def moving_methods(thing: Any, named: str | Literal[False] | None, beside: Sequence[nn.Module] = ()) -> list[str]:
+def moving_methods(thing: Any, named: str | Literal[False] | None, others: Sequence[nn.Module] = ()) -> list[str]:
     """Return the methods that move a schedule or an average; none for anything else.
 
-    `beside` are the other modules that are known, of which a module may hold an averaged copy. `named` is the method,
-    or False for a thing that has none. Raises WrongUse if `named` is no method, and for a module that may be an average
-    or a part of the model.
+    `others` are the other known modules, of which a module may hold an averaged copy. `named` is the method, or False
+    if there is none. Raises WrongUse if `named` is not a method, and for a module that may be either an average or a
+    part of the model.
     """
     if named is False:
         return []
@@ -55,7 +55,7 @@ def moving_methods(thing: Any, named: str | Literal[False] | None, beside: Seque
     if _is_metric(thing) or any(isinstance(held, torch.optim.Optimizer) for held in vars(thing).values()):
         return []
     copies = callable(getattr(type(thing), "update_parameters", None)) or isinstance(thing, _timm_averages())
-    averages = copies or _holds_a_copy(thing, methods, [*beside, *_hidden_modules(thing)])
+    averages = copies or _holds_a_copy(thing, methods, [*others, *_hidden_modules(thing)])
     if averages is None or (averages and not methods):
         raise _may_be_an_average(thing, methods)
     return methods if averages else []
@@ -87,19 +87,19 @@ def _hidden_modules(module: nn.Module) -> list[nn.Module]:
     return [item for item in held if isinstance(item, nn.Module)]
 
 
-def _holds_a_copy(module: nn.Module, methods: Sequence[str], beside: Sequence[nn.Module]) -> bool | None:
+def _holds_a_copy(module: nn.Module, methods: Sequence[str], others: Sequence[nn.Module]) -> bool | None:
     """Return whether a module holds an averaged copy of a trained one, by its parameters; None if that is not clear."""
     trained = _shapes(p for p in module.parameters() if p.requires_grad)
     frozen = _shapes(p for p in module.parameters() if not p.requires_grad)
     if trained and frozen and methods:
-        # The trained model and its copy in one, as ema_pytorch's EMA; or a model with a target network of its own.
-        # What the model itself has frozen is there twice.
+        # The trained model and its copy in one, as in ema_pytorch's EMA; or a model that contains its target network.
+        # Parameters that the model itself freezes appear twice.
         rest = frozen - trained
         whole = trained <= frozen and (_times(rest, trained) is not None or not any(n % 2 for n in rest.values()))
         if whole and all(_needs_no_argument(module, name) for name in methods):
             return True
         return None if trained <= frozen or frozen <= trained else False
-    copied = [other for other in beside if other is not module and _is_copy(module, other)]
+    copied = [other for other in others if other is not module and _is_copy(module, other)]
     if not (trained or frozen):
         return bool(copied)
     if not methods:
@@ -207,7 +207,7 @@ def _reduced_as(kind: Any) -> Any:
 
 
 class Included:
-    """Modules, and objects with a state: saved where a window begins, restored on a skip."""
+    """Modules and stateful objects: saved at the start of a window, restored on a skip."""
 
     def __init__(self) -> None:
         self._rollback = Rollback(_warn)
@@ -243,10 +243,10 @@ class Included:
         return [module for module, _ in self._modules]
 
     def forward_begins(self, module: nn.Module) -> None:
-        """Save everything, where the first forward pass of a window begins: one with gradients on, or a teacher's.
+        """Save everything at the first forward pass of a window: one with gradients enabled, or a teacher's.
 
-        In the first window it is seen which modules run without gradients before it, and not with them: these are
-        teachers, whose forward pass begins later windows too. A teacher that runs more often is being recalibrated.
+        In the first window, modules that run before this pass and only without gradients are identified as teachers;
+        their forward pass starts later windows too. A teacher that runs more often is being recalibrated.
         """
         if torch.is_grad_enabled():
             # The passes without gradients of a module that is trained are no part of the window.
@@ -292,7 +292,7 @@ class Included:
             self._rollback.look(flags)
 
     def decided(self, *, applied: bool) -> None:
-        """Accept what was written until now, or put everything back to where the window began."""
+        """Accept the changes made so far, or restore the state at the start of the window."""
         # Of several optimizers that are decided on one after another, an applied one has used what forward wrote:
         # a later skip does not take that back.
         if self._undecided:

@@ -73,8 +73,8 @@ class HalfstepPrecision(Precision):
     trainer = Trainer(plugins=step, callbacks=[step.callback], gradient_clip_val=1.0)
     ```
 
-    A skipped step leaves weights, buffers, optimizer state, schedules that advance per step, and `global_step` as they
-    were. Accumulation and clipping are the Trainer's own settings.
+    A skipped step leaves weights, buffers, optimizer state, per-step schedules and `global_step` unchanged.
+    Accumulation and clipping are the Trainer's own settings.
     """
 
     def __init__(self, precision: str = "auto", **options: Unpack[Options]) -> None:
@@ -137,7 +137,7 @@ class HalfstepPrecision(Precision):
         return self.hosted is not None and self.hosted.moved
 
     def drop_open_window(self) -> None:
-        """Drop a window that will not be concluded, as if it had never begun."""
+        """Drop an unfinished window and restore the state before it."""
         self._owes_backward = False
         if self.hosted is not None and self.hosted.stepper.in_window:
             self.hosted.drop()
@@ -314,7 +314,7 @@ class HalfstepCallback(Callback):
         self._plugin.drop_open_window()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the module as it was: its own hooks and its own weights."""
+        """Restore the module's own hooks and weights."""
         self._put_back()
         self.on_train_end(trainer, pl_module)
 
@@ -339,7 +339,7 @@ class HalfstepCallback(Callback):
         hosted = self._plugin.hosted
         if hosted is None or not self._plugin.concluded:
             return
-        # The next batch may be None, for which Lightning calls no hook that would say that it begins.
+        # The next batch may be None, and Lightning calls no start hook for it.
         self._plugin.concluded = False
         self._held += 0 if hosted.moved else self._batches
         every = trainer.log_every_n_steps  # 0: no log at all
@@ -392,7 +392,7 @@ class HalfstepCallback(Callback):
             self._averaged = None
 
 
-# -- what is supported ------------------------------------------------------------------------------------------------
+# -- supported settings -----------------------------------------------------------------------------------------------
 
 
 def _check_supported(module: LightningModule, optimizers: list[Any], plugin: HalfstepPrecision) -> None:

@@ -14,11 +14,11 @@ from halfstep.train.failed_steps.reading import load_attempt, load_model, read, 
 
 
 def replay(folder: str | Path, model: nn.Module, loss_fn: LossFunction, *, attempt: int | None = None) -> Verdict:
-    """Return what made a recorded step fail: the last one, or the one of this attempt.
+    """Return the cause of a recorded failed step: the last one, or the one with this attempt number.
 
-    `model` is built as it was in the run, on the device to replay on; its weights and buffers become those of the
-    failed step. `loss_fn(model, batch)` gets what the loop's own step got. Raises BadData where nothing is recorded,
-    or only without tensors, and StateMismatch for another model.
+    `model` is built the same way as in the run, on the device to replay on; its weights and buffers are set to those of
+    the failed step. `loss_fn(model, batch)` gets the same arguments as in the loop. Raises BadData if nothing was
+    recorded, or only without tensors, and StateMismatch for a different model.
     """
     places = [place for place in recorded_in(Path(folder)) if attempt in (None, place.attempt)]
     record = read(places[-1]) if places else None

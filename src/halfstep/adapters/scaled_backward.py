@@ -1,8 +1,8 @@
 """Watch the backward passes that start from a scaled loss, in a loop that calls `backward()` itself.
 
-A hook on the scaled loss sees that a pass begins; a callback of autograd's engine sees that it is over. What is noted
-there are version counters, so that no tensor is read: a gradient that has another version later was written by someone
-else, such as `clip_grad_norm_` before `unscale_`.
+A hook on the scaled loss marks the start of a pass; a callback of autograd's engine marks its end. Both record version
+counters, so no tensor is read: a gradient whose version differs later was written by other code, such as
+`clip_grad_norm_` before `unscale_`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ScaledBackward:
         self.total: Tensor | None = None
         """The sum of the losses since the last decision whose backward wrote gradients, on their device."""
         self.asked = False
-        """Whether a loss was scaled in this window, whatever became of it."""
+        """Whether a loss was scaled in this window, even if it was never used."""
         self._left: dict[int, Version] = {}
         self._decided_on = False
 
@@ -77,7 +77,7 @@ class ScaledBackward:
             self._decided_on = False
 
     def decided(self) -> None:
-        """Begin a new sum of losses with the next pass; until then, other optimizers of the same pass may be judged."""
+        """Start a new sum of losses at the next pass; until then, other optimizers of the same pass can be decided."""
         self._decided_on = True
 
     # -- what others did ----------------------------------------------------------------------------------------

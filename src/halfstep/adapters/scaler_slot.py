@@ -121,7 +121,7 @@ class ScalerSlot(OptimizerSlot):
     def stepped_beside(self) -> WrongUse:
         """Return the error for a step of the optimizer that the scaler did not make."""
         return WrongUse(
-            f"{self.name}.step() was called beside the scaler, on gradients of a scaled loss",
+            f"{self.name}.step() was called directly, on gradients of a scaled loss",
             allowed="scaler.step(optimizer), once between two calls of update(); nothing was applied by this call",
             do="take optimizer.step() out of the loop; for a loss without scale(), zero_grad() and backward first",
         )
@@ -130,7 +130,7 @@ class ScalerSlot(OptimizerSlot):
 @contextmanager
 def _fused_arguments(optimizer: Any, scale: Tensor, *, unscaled: bool) -> Iterator[None]:
     own = getattr(optimizer, "grad_scale", None)
-    # As torch's: the product, where the optimizer has a factor of its own.
+    # As in torch: the product, if the optimizer has its own factor.
     optimizer.grad_scale = own if unscaled else scale * (1 if own is None else own)
     optimizer.found_inf = torch.zeros_like(scale)
     try:

@@ -47,8 +47,8 @@ class HalfstepMixin(_Trainer):
     ```
 
     The precision is that of the arguments: `bf16`, `fp16`, `tf32`, or fp32. Accumulation and `max_grad_norm` are
-    obeyed. A skipped step leaves weights, buffers, optimizer state and schedule as they were; `global_step` counts it,
-    because the Trainer finds its place in the data by it, and the log has the number of applied and skipped steps.
+    respected. A skipped step leaves weights, buffers, optimizer state and schedule unchanged; `global_step` counts it,
+    because the Trainer derives its position in the data from it. The log has the number of applied and skipped steps.
     """
 
     def __init__(self, *args: Any, halfstep: Options | None = None, **kwargs: Any) -> None:
@@ -102,7 +102,7 @@ class HalfstepMixin(_Trainer):
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def begin(self) -> None:
-        """Begin a run, with everything prepared; the Trainer may begin one again, with a smaller batch."""
+        """Start a run after everything is prepared; the Trainer may start it again with a smaller batch."""
         self.hosted, self._losses, self._loss_of_all, self._of_steps = None, [], 0.0, 0
         self._host(self.model_wrapped)
 
@@ -211,14 +211,14 @@ class HalfstepMixin(_Trainer):
         super().log(logs, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the Stepper's own state beside the optimizer's, before the checkpoint counts as complete."""
+        """Save the Stepper's state next to the optimizer's, before the checkpoint counts as complete."""
         super()._save_optimizer_and_scheduler(output_dir)
         if self.hosted is not None and self.args.should_save:
             _write(Path(output_dir), self.hosted.state_dict())
 
 
 class _Times(TrainerCallback):
-    """What the Trainer asks only callbacks for: when a run begins, and when an epoch is over, however it ends."""
+    """Events that the Trainer passes only to callbacks: the start of a run and the end of an epoch, however it ends."""
 
     def __init__(self, trainer: HalfstepMixin) -> None:
         self._trainer = trainer
