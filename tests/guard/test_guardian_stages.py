@@ -83,7 +83,7 @@ def test_under_repair_the_weights_from_before_show_that_they_are_not_to_blame(sp
 @pytest.mark.wording
 def test_a_stage_far_beyond_the_first_losses_is_refused_by_name_and_the_way_out_is_said() -> None:
     guardian, _ = guarded(spikes="refuse")
-    with pytest.raises(Diverged, match=r'if a new stage of the data has begun: Limits\(spikes="warn"\)'):
+    with pytest.raises(Diverged, match=r'if a new stage of the data has started: Limits\(spikes="warn"\)'):
         [guardian.step(fit, batch) for batch in stages(1.0, 1000.0)]
     assert guardian.stepper.counts.attempted == 404
 

@@ -229,7 +229,7 @@ def angles(first: int, dtype: torch.dtype) -> Forward:
 def test_angles_that_cannot_be_told_apart() -> None:
     found = one(angles(200, torch.bfloat16))
     assert found.finding.id == "angles-rounded"
-    assert "sin of angles up to 116.5 in bf16, which has steps of 0.5 there" in found.finding.evidence
+    assert "sin of angles up to 116.5 in bf16, which has a spacing of 0.5 there" in found.finding.evidence
     assert spotted(angles(200, torch.float32)) == []
     assert spotted(angles(0, torch.bfloat16)) == []
     assert spotted(lambda model, x: torch.arange(200, 208).bfloat16().cos()) == [], "whole numbers are exact"

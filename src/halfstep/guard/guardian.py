@@ -171,7 +171,7 @@ class Guardian:
     # -- losses ---------------------------------------------------------------------------------------------------
 
     def _check_losses(self, report: StepReport) -> None:
-        """Emit what is known about losses above the usual; in repair mode, roll back ruined weights."""
+        """Report losses above the usual range; in repair mode, roll back ruined weights."""
         for notice in self._spike.notices:
             level: Level = "error" if notice.kind == DIVERGENCE else "warning" if notice.loud else "info"
             self._emit("alarm", level, _in_words(notice), {"attempt": report.attempt, "loss": report.loss})

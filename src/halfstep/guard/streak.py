@@ -76,7 +76,7 @@ def _check_spikes(spikes: object) -> None:
 
 @dataclass
 class Streak:
-    """The skips since the last applied step of the same optimizers, and what is known about them."""
+    """The skips since the last applied step of the same optimizers, with their diagnosis."""
 
     first: int | None = None
     """The attempt of the first skip, or None."""

@@ -147,7 +147,7 @@ _TRANSFORMS = frozenset({"fft_r2c", "fft_c2r", "fft_c2c"})
 
 
 class WideWork:
-    """Recognize work that torch does in fp32 alone, whatever precision is asked for.
+    """Recognize work that torch only does in fp32, regardless of the requested precision.
 
     These are decompositions, distances and Fourier transforms, which have no 16-bit kernel or which autocast keeps in
     fp32, complex products, and the products in the backward of all of these.

@@ -1,8 +1,8 @@
 """Find where non-finite values come from: the first operation that made them out of finite ones.
 
-Not every inf is an error: masks are filled with -inf on purpose and softmax absorbs them, `empty` returns whatever was
-in memory, and the branch of a `where` that is not taken may be anything. So non-finite values are followed from
-operation to operation, and only an origin that reached the loss or a gradient is named.
+Not every inf is an error: masks are filled with -inf on purpose and softmax absorbs them, `empty` returns uninitialized
+memory, and the branch of a `where` that is not taken may hold anything. So non-finite values are traced from operation
+to operation, and only an origin that reaches the loss or a gradient is reported.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 _aten = torch.ops.aten
 _UNSET = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
-"""Operations whose results are whatever was in memory, and mean nothing."""
+"""Operations that return uninitialized memory."""
 BATCH = "the batch"
 """The prefix of names of tensors in the batch; the path follows, as in the batch[0]['image']."""
 CONSTANT = "a constant"
@@ -153,7 +153,7 @@ class Made:
     """Whether the operation reduces many values to fewer: if a mask hides all of them, nothing is left."""
     given: tuple[OperationInput, ...] = ()
     operands: tuple[OperationInput, ...] = ()
-    """The first two arguments as they were written, tensors or numbers: dividend and divisor."""
+    """The first two arguments as written in the code, tensors or numbers: dividend and divisor."""
     in_fp32: float | None = None
     """The largest absolute value of the result computed in fp32; None if that is non-finite too."""
     in_fp64: float | None = None
@@ -201,7 +201,7 @@ class NonfiniteOrigins:
         packet = _packet(operation)
         if packet in _LIFTS:
             self._literals(operation)
-        # A view has no values of its own: its storage is known already.
+        # A view shares its storage, which is known already.
         if _is_view(operation):
             return
         written = _results(operation)
@@ -274,7 +274,7 @@ class NonfiniteOrigins:
     def _parents(self, operation: Operation, inputs: list[Tensor]) -> list[Made]:
         """Return the non-finite inputs of an operation.
 
-        An input that was written in place holds the result by now, so only what was known about it before counts.
+        An input that was written in place holds the result by now, so only its earlier record counts.
         """
         written = {storage_key(tensor) for tensor in written_by(operation)}
         known = [

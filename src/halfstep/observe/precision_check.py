@@ -140,7 +140,7 @@ _FP8 = "fp8"
 
 
 class WorkByFormat:
-    """A listener that adds up work by format, and separates what islands do, including islands beside the model."""
+    """A listener that adds up work by format and counts islands separately, including those outside the model."""
 
     def __init__(self, model: nn.Module, expected: str) -> None:
         self.expected = expected
@@ -167,7 +167,7 @@ class WorkByFormat:
             self._guess(operation, "; torch has nothing narrower" if wide else "")
 
     def observation(self) -> Observation:
-        """Return what was observed so far."""
+        """Return the observations so far."""
         return Observation(
             self.expected,
             dict(self._flops),
@@ -288,7 +288,7 @@ class Watch:
         self._active.close()
 
     def begin(self) -> None:
-        """Forget what was recorded of a step that did not end."""
+        """Discard the recording of an unfinished step."""
         self._recording = None
 
     def judge(self) -> None:

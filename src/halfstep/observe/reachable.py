@@ -21,7 +21,7 @@ _DEEPEST_LEAF = 8
 _MOST_LEAVES = 4096
 """Containers that are searched: an object in the batch may lead to a whole data set."""
 _LONG = 32
-"""Items beyond which a list that begins and ends with a plain value is assumed to contain only plain values."""
+"""Items beyond which a list whose first and last values are plain is assumed to contain only plain values."""
 _PLAIN = (int, float, str, bytes, complex, type(None))
 
 

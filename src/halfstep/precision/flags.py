@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 # -- fp32 switches ----------------------------------------------------------------------------------------------------
-# Read, set and restore torch's switches for fp32 matrix products, old and new.
-# Since torch 2.9 there are two interfaces to the same thing: `allow_tf32` with `set_float32_matmul_precision`, and
-# `fp32_precision` per backend and operation. Each has a state of its own, and torch raises wherever the two contradict
-# each other: in `torch.backends.cudnn.flags(...)`, on reading `allow_tf32`, and in guards of compiled code. So all of
-# them are set together, through the old interface first, because it sets both.
+# Read, set and restore torch's switches for fp32 matrix products, old and new. Since torch 2.9 there are two interfaces
+# to the same thing: `allow_tf32` with `set_float32_matmul_precision`, and `fp32_precision` per backend and operation.
+# Each has separate state, and torch raises wherever the two contradict each other: in
+# `torch.backends.cudnn.flags(...)`, on reading `allow_tf32`, and in guards of compiled code. So all of them are set
+# together, through the old interface first, because it sets both.
 
 
 Fp32Mode = Literal["ieee", "tf32"]

@@ -2,8 +2,8 @@
 
 Casting the weights is not enough, because autocast casts them back. Switching autocast off is not enough, because the
 inputs arrive in 16 bits. A hook on `forward` is not enough, because `vae.encode(...)` never passes through it. So every
-public method of the module becomes an entry that does both. The module's class is replaced by a subclass of it, which
-keeps the name, the parameters, isinstance, deepcopy and pickling as they were.
+public method of the module becomes an entry that does both. The module's class is replaced by a subclass of it, so the
+name, the parameters, isinstance, deepcopy and pickling work as before.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _check_can_rise(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         given, do = f"{kind} is a scripted module, whose methods are fixed", "make the island before torch.jit.script"
     elif "forward" in vars(module):
-        given, do = f"{kind} has a forward of its own, as torch.compile and hooks set it", "make the island before that"
+        given, do = f"{kind} has forward set on the instance, as torch.compile and hooks do", "make the island first"
     elif any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         given, do = f"{kind} has no weights yet, and becomes another class with them", "run a batch through it first"
     else:
@@ -286,7 +286,7 @@ def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply `change` to the floating tensors in plain containers; other objects are returned as they are."""
     if isinstance(value, Tensor):
         return change(value) if value.is_floating_point() else value
-    # Exact types: a subclass may have a constructor of its own.
+    # Exact types: a subclass may have a different constructor.
     if type(value) in (list, tuple):
         return type(value)(_each_tensor(item, change) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -1,4 +1,4 @@
-"""What is known to be bad on some devices and with some versions: `known_bad.json`. Imports no torch."""
+"""Known defects of devices and library versions: `known_bad.json`. Imports no torch."""
 
 from __future__ import annotations
 

@@ -256,7 +256,8 @@ def key_of(device: Device) -> str:
     parts = [device.kind, device.name, device.driver, f"torch {device.torch}"]
     if device.kind == "cpu":
         isa = hashlib.sha256(" ".join(sorted(device.isa)).encode()).hexdigest()[:12]
-        # CPUs of one model name can differ in what a virtual machine exposes, and oneDNN can be told to use less.
+        # CPUs of one model name can differ in what a virtual machine exposes, and oneDNN can be limited to an older
+        # one.
         parts += [f"isa {isa}", os.environ.get("ONEDNN_MAX_CPU_ISA", "")]
     return " | ".join(part for part in parts if part)
 

@@ -254,7 +254,7 @@ def test_a_batch_that_came_so_and_is_written_in_place_is_data(value: float, writ
     found = last_verdict(written_by(write), [], (with_value(value),))
     assert found.cause == "data"
     assert "the batch[0], sample 3 holds" in found.sentence
-    assert "not known whether it came so" in found.sentence
+    assert "its original values are unknown" in found.sentence
     assert [cure.kind for cure in found.cures] == ["fix_code", "skip"]
 
 

@@ -54,7 +54,7 @@ def judged(logs: Sequence[float], *, far: bool) -> Rise:
     """
     if len(logs) < LEVEL and not far:
         return Rise.OPEN
-    # Losses that neither settle nor explode: after so long they are what the run has, whatever their shape.
+    # Losses that neither settle nor explode: after this many steps they are the run's new level, in any shape.
     if len(logs) >= LONGEST:
         return Rise.NEW_LEVEL
     if far:

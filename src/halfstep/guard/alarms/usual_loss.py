@@ -2,8 +2,8 @@
 
 Losses live on a logarithmic scale: over a run they fall by decades, and the noise of small batches is multiplicative.
 So distances are ratios if all losses are positive. If some are zero or negative (a critic, a likelihood, a hinge),
-ratios do not exist, and the inverse hyperbolic sine replaces the logarithm: it is logarithmic for values that are large
-beside the usual losses, and linear for values that are small beside them.
+ratios do not exist, and the inverse hyperbolic sine replaces the logarithm: it is logarithmic for values much larger
+than the usual losses, and linear for values much smaller.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RecentLosses:
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque()
-        # Kept sorted beside the queue, so that the median and the percentile cost no sort in every step.
+        # A sorted copy of the queue, so that the median and the percentile need no sort in every step.
         self._sorted: list[float] = []
         self._decayed_max = -math.inf
         self._first_losses: list[float] = []
@@ -144,7 +144,7 @@ def check_version(own: Collection[str], given: Collection[str]) -> None:
         raise StateMismatch(
             f"a spike guard's state with {', '.join(sorted(given)) or 'nothing'}: that of another version",
             allowed=", ".join(own),
-            do=f"go on without the guard's state: what is usual is learnt anew in {BEGIN} steps",
+            do=f"continue without the guard's state: the usual losses are learned again in {BEGIN} steps",
         )
 
 

@@ -59,7 +59,7 @@ def _rank(verdict: Verdict) -> tuple[bool, bool, bool]:
 LARGE = 1_000_000_000
 """The number of parameters above which a diagnosis is bounded."""
 MOST_RERUNS = 4
-"""The maximum number of reruns of a large model: as it was, without a loss scale, in fp32, and the first remedy."""
+"""The maximum number of reruns of a large model: unchanged, without a loss scale, in fp32, and the first remedy."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Cost:
     def __str__(self) -> str:
         time = "" if self.seconds is None else f", at least {MOST_RERUNS * self.seconds:.3g} s by the last step's time"
         return (
-            f"a diagnosis begins: {self.parameters:,} parameters, so the step is run again {MOST_RERUNS} times at most"
+            f"starting a diagnosis: {self.parameters:,} parameters, so the step is rerun at most {MOST_RERUNS} times"
             f"{time}; it needs {size(self.gradient_bytes)} for gradients and {size(self.buffer_bytes)} for copies of "
             "buffers, the activations of an fp32 step, and no copy of the weights"
         )
@@ -315,7 +315,7 @@ class _Case:
             with bad_inputs.with_ordinary_numbers(self.attempt, self.written, zeros=zeros):
                 outcome = self._run(1.0)
                 # Ordinary numbers that fail prove that the code makes them. Zeros that fail prove it only for
-                # infinities: NaN in a batch stays NaN, whatever is computed.
+                # infinities: NaN in a batch stays NaN in every operation.
                 same = outcome.culprit is not None and kinds <= set(outcome.culprit.kinds) - {NAN}
                 if not outcome.finite and not outcome.error and (same or not zeros):
                     verdict = self._precision_or_not(outcome)

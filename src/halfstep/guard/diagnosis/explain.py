@@ -28,7 +28,7 @@ NOT_AGAIN = (
 NOT_NOW = "run again, with the same batch and the same random numbers, it is finite"
 NOW_AND_THEN = "run again twice, once it was finite and once not"
 OWN_GENERATOR = (
-    "the model or the loss function has a torch.Generator of its own, whose state before the step is not known: "
+    "the model or the loss function has its own torch.Generator, whose state before the step is unknown: "
     "Guardian.step() keeps it"
 )
 OTHER_LOSS = "give a loss function that can be called twice with the same batch: again=..., and no iterator as a batch"
@@ -146,7 +146,7 @@ def state(what: str, since: str) -> str:
 
 
 def reaches(found: Spot, outcome: TrialOutcome) -> str:
-    """Return the sentence for numbers of the batch that are far from all others, or from what is usual."""
+    """Return the sentence for outliers in the batch: far from all other numbers, or from the usual range."""
     return f"data: {found} reaches {found.value}; {what_happened(outcome)}"
 
 
@@ -174,8 +174,8 @@ def spot(found: Spot) -> str:
 
 
 def written(found: Spot) -> str:
-    """Return the sentence for non-finite values in a batch that the step wrote to, whatever it came with."""
-    return f"data: {spot(found)}, and {BATCH_WRITTEN}, so it is not known whether it came so"
+    """Return the sentence for non-finite values in a batch that the step itself wrote to."""
+    return f"data: {spot(found)}, and {BATCH_WRITTEN}, so its original values are unknown"
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

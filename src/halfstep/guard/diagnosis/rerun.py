@@ -1,7 +1,7 @@
 """Run a failed step again, in its own or another precision, with or without an island, without side effects.
 
-The weights are as they were, because a skip changes nothing. The model itself runs, not a copy, so that code which
-holds a reference to it sees the same object; whatever the rerun writes is restored afterwards.
+The weights are unchanged, because a skip changes nothing. The model itself runs, not a copy, so that code which holds a
+reference to it sees the same object; everything that the rerun writes is restored afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from halfstep.step.rollback import Rollback
 from halfstep.step.step_inputs import Factor, StepInputs, generator_states, set_generator_states
 
 # -- holdings ---------------------------------------------------------------------------------------------------------
-# Collect the tensors and modules that take part in a step beside its model and its batch, by name.
+# Collect the tensors and modules that a step uses besides its model and its batch, by name.
 
 
 HELD = "the loss function's "
@@ -46,7 +46,7 @@ ATTRIBUTE = "tensor "
 
 @dataclass(frozen=True)
 class HeldTensors:
-    """The modules, tensors and generators that a step uses beside its model and its batch."""
+    """The modules, tensors and generators that a step uses besides its model and its batch."""
 
     modules: tuple[tuple[str, nn.Module], ...]
     """The modules that the loss function holds outside the model; only the outermost ones."""
@@ -106,7 +106,7 @@ def undisturbed(
     generators = generator_states(device)
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     rollback.remember()
-    # Backward adds to existing gradients, so a rerun must begin without any, as the step did.
+    # Backward adds to existing gradients, so a rerun must start without any, as the step did.
     for parameter in parameters:
         parameter.grad = None
     try:
@@ -379,7 +379,7 @@ def _of_gradients(model: nn.Module, gradients: Mapping[str, Tensor], origins: No
 
 @contextmanager
 def batch_kept(microbatches: Sequence[Any]) -> Iterator[None]:
-    """Restore tensors of the batch that the block writes to, so that the next rerun begins with the same batch."""
+    """Restore tensors of the batch that the block writes to, so that the next rerun starts with the same batch."""
     found = [leaf for _, leaf in leaves(microbatches) if leaf.layout is torch.strided and not leaf.is_inference()]
     kept = [(leaf.detach(), leaf.detach().clone(), leaf._version) for leaf in found]
     try:

@@ -1,4 +1,4 @@
-"""Run a step again on all ranks together, and share the outcome, so that all ranks decide alike."""
+"""Rerun a step on all ranks together and share the outcome, so that all ranks make the same decision."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TrialOutcome:
     rank: int = 0
     """The rank that the origin is from."""
     weight: float = 1.0
-    """The weight of the loss beside those of other ranks."""
+    """The weight of this rank's loss relative to other ranks."""
     bad_buffers: tuple[str, ...] = ()
     norm_too_large: bool = False
     loss_too_large: bool = False
@@ -67,8 +67,8 @@ class Trials:
         return self.most is not None
 
     def run(self, config: ReplayConfig, attempt: StepInputs | None = None) -> TrialOutcome:
-        # Every rank counts alike, so none of them waits in the exchange below for one that has stopped.
-        """Run the step again in this way, on all ranks, and return the common outcome."""
+        """Rerun the step with this configuration on all ranks, and return the common outcome."""
+        # All ranks count the same, so none of them waits in the exchange below for one that has stopped.
         if self.most is not None and self.made >= self.most:
             return _failed(f"a model of this size is run again {self.most} times at most")
         self.made += 1
@@ -206,7 +206,7 @@ def candidates(model: nn.Module, module: str) -> list[str]:
     while module and module not in (OUTSIDE, ON_GRADIENTS) and len(found) < _MODULES:
         found.append(module)
         module = module.rpartition(".")[0]
-    # A list of modules has no forward of its own, so an island around it would have no effect.
+    # A list of modules has no forward, so an island around it would have no effect.
     return [path for path in found if not isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict))]
 
 
@@ -248,7 +248,7 @@ _AVERAGES = ("mean", "var", "std", "nll_loss", "mse_loss", "batch_norm", "layer_
 
 
 def effect_of(made: Made) -> str:
-    """Return what an operation did, as the end of a sentence that begins with its name."""
+    """Return the effect of an operation, as the predicate of a sentence whose subject is its name."""
     if made.outside is not None:
         return f"holds {_kinds(made)} before anything is computed"
     return _too_large(made) or _of_zero(made) or _without_answer(made) or _other(made)

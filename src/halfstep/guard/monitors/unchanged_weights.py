@@ -36,7 +36,7 @@ class UnchangedWeights(Monitor):
 
     @abstractmethod
     def begun(self, sample: SampledStep, one: Trained) -> WeightBefore | None:
-        """Return what is needed before the update; None for a weight that this meter does not concern."""
+        """Return the values needed from before the update; None for a weight outside this meter's scope."""
 
     @abstractmethod
     def moved(self, sample: SampledStep, before: WeightBefore) -> tuple[Tensor, Tensor] | None:
@@ -122,7 +122,7 @@ def _average(sample: SampledStep, one: Trained) -> Tensor | None:
 
 
 # -- lost updates -----------------------------------------------------------------------------------------------------
-# Updates that are lost to rounding because they are so small beside their weight.
+# Updates lost to rounding because they are too small relative to their weight.
 
 
 MANY = 0.2
@@ -143,7 +143,7 @@ class LostUpdates(UnchangedWeights):
         """Copy the weight, and record where its gradient is non-zero."""
         assert one.parameter.grad is not None
         rate = _rate(one)
-        # A schedule that begins or ends at 0 changes nothing by design.
+        # A schedule that starts or ends at 0 changes nothing by design.
         if rate == 0.0:
             return None
         return _Pushed(one, part_of(one.parameter).clone(), rate, part_of(one.parameter.grad) != 0)
@@ -163,8 +163,8 @@ class LostUpdates(UnchangedWeights):
         return Finding(
             "updates-lost",
             "warning",
-            f"{name}: {share:.0%} of the elements that have a gradient are the same after the update: it is "
-            f"too small beside them for {stored}, at learning rate {before.rate:g}",
+            f"{name}: {share:.0%} of the elements with a gradient did not change in the update: it is "
+            f"too small for {stored} relative to them, at learning rate {before.rate:g}",
             "a larger learning rate" if stored == "fp32" else "weights in fp32, with 16 bits for computing only",
         )
 

@@ -13,7 +13,7 @@ from halfstep.observe.recorder import OUTSIDE
 
 REPAIR = "--guard repair"
 """The option with which a run applies remedies by itself."""
-NEW_DATA = ' (if a new stage of the data has begun: Limits(spikes="warn"))'
+NEW_DATA = ' (if a new stage of the data has started: Limits(spikes="warn"))'
 LOWER_LR = "try a lower learning rate"
 
 
@@ -37,9 +37,7 @@ _WORDINGS: dict[CureKind, Wording] = {
     "skip": Wording("", "{}", REPAIR),
 }
 _BY_CAUSE: dict[Cause, Wording] = {
-    DATA: Wording(
-        "mend or leave out the samples that are named", "mend the samples that are named, or leave them out", REPAIR
-    ),
+    DATA: Wording("fix or remove the samples named above", "fix the samples named above, or remove them", REPAIR),
     NOT_REPRODUCIBLE: Wording(
         "look for Python state and random numbers outside torch; without these, the same run on another device",
         "leave this batch out; if it comes back, look for Python state and random numbers outside torch",

@@ -40,8 +40,8 @@ class RollbackSnapshot:
     def take_if_due(self, every: int) -> None:
         """Make a copy if it is due; call it once for each good step.
 
-        Copies are frequent at first, when a hundred steps are much of what was learnt. One is also made after
-        parameters were added, removed or unfrozen, because the previous one no longer fits.
+        Copies are frequent at first, when a hundred steps are a large part of the training. One is also made after
+        parameters are added, removed or unfrozen, because the previous one no longer fits.
         """
         self._left -= 1
         if self._left <= 0 or self._model_version != self._stepper.model_version:

@@ -32,7 +32,7 @@ def look(seen: NarrowOperation) -> Finding | None:
         "angles-rounded",
         "warning",
         f"{str(seen.packet).removeprefix('aten.')} of angles up to {number(largest)} in {seen.format.name}, which has "
-        f"steps of {number(step)} there: neighbours cannot be told apart",
+        f"a spacing of {number(step)} there: adjacent positions are indistinguishable",
         "compute positions times frequencies, and the sine of them, in fp32: {island}, or under "
         "torch.autocast(device, enabled=False)",
     )

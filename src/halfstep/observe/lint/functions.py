@@ -90,7 +90,7 @@ def _taken(node: Any) -> set[Met]:
 
 
 def _weights_saved(node: Any) -> list[nn.Parameter]:
-    """Return the saved parameters without unpacking them: unpacking would recompute what is checkpointed."""
+    """Return the saved parameters without unpacking them: unpacking would recompute checkpointed activations."""
     try:
         saved = [getattr(one, "data", None) for one in node._raw_saved_tensors]
     except RuntimeError:  # the user has run backward, which freed them

@@ -74,5 +74,5 @@ def _counted(result: Tensor, format: Format) -> Finding | None:
         "integers-rounded",
         "warning",
         f"arange of {length} numbers is counted in {format.name}, which counts to {counts}: {distinct} of them differ",
-        "make it in fp32, dtype=torch.float32, and cast what is computed from it",
+        "create it in fp32, dtype=torch.float32, and cast the values computed from it",
     )

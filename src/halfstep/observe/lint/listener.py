@@ -26,7 +26,7 @@ class Spotted(JsonResult):
     """A finding and its place."""
 
     finding: Finding
-    """Its evidence begins with the place."""
+    """The evidence starts with the location."""
     module: str
     line: str | None
     modules: tuple[str, ...] = field(default=())
@@ -80,7 +80,7 @@ class Lint:
 
 
 def placed(finding: Finding, module: str, line: str | None) -> Finding:
-    """Return a finding whose evidence begins with the place and whose fix names the module."""
+    """Return a finding whose evidence starts with the location and whose fix names the module."""
     return _merged([Spotted(finding, module, line)]).finding
 
 

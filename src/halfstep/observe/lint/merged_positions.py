@@ -11,7 +11,7 @@ from halfstep.observe.lint.seen import NarrowOperation
 
 PACKETS = (torch.ops.aten._to_copy,)
 _FEWEST = 4
-_FIX = "keep the buffer in fp32 and cast what is computed from it: {island}"
+_FIX = "keep the buffer in fp32 and cast the values computed from it: {island}"
 
 
 def look(seen: NarrowOperation) -> Finding | None:

@@ -58,7 +58,7 @@ class NarrowOperation(NamedTuple):
 
 
 Rule = Callable[[NarrowOperation], Finding | None]
-"""Returns what is wrong with an operation, without its place, or None."""
+"""Returns the defect of an operation, without its location, or None."""
 
 
 def seen(operation: Operation, buffers: dict[int, str]) -> NarrowOperation | None:
