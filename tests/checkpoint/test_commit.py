@@ -300,7 +300,7 @@ def test_as_much_state_as_can_be_read_is_written_and_not_one_byte_more(tmp_path:
     most = "x" * (LARGEST_JSON - 2)
     found = save(tmp_path, RankSnapshot(3, most, {}))
     assert read_state(found, 0) == (most, {})
-    with pytest.raises(NotCommitted, match="16,777,217 bytes of state beside the tensors"):
+    with pytest.raises(NotCommitted, match="16,777,217 bytes of state without tensors"):
         save(tmp_path, RankSnapshot(6, most + "x", {}))
     with pytest.raises(NotCommitted, match="bytes for the table of tensors"):
         save(tmp_path, snapshot(6, tensors={most: torch.zeros(1)}))

@@ -76,7 +76,7 @@ def test_what_is_not_as_it_was_has_a_line_each_right_after_the_title() -> None:
         "APPROXIMATE because torch was 2.12.0",
         "APPROXIMATE because 2 processes are 1",
         "accepted change: train.lr: 0.001 -> 0.0005",
-        "passed over checkpoint step-00000018.0008: rank-00000.safetensors is cut off",
+        "rejected checkpoint step-00000018.0008: rank-00000.safetensors is cut off",
     ]
     items = words_of(start(resumed=field))
     assert [item.text for item in items] == told
@@ -87,7 +87,7 @@ def test_what_is_not_as_it_was_has_a_line_each_right_after_the_title() -> None:
 
 
 def test_not_exact_for_no_reason_is_still_said() -> None:
-    assert words_of(start(resumed=resumed(exact=False)))[1].text == "APPROXIMATE because it is not known to be exact"
+    assert words_of(start(resumed=resumed(exact=False)))[1].text == "APPROXIMATE because exactness is unknown"
 
 
 @pytest.mark.parametrize(

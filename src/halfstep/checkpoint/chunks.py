@@ -115,7 +115,7 @@ def _from_entry(name: str, entry: Any, layouts: list[tuple[int, ...]]) -> Chunke
         shape, dtype, dim, rows, layout = entry
         (dim, layout), (rows,) = _counts([dim, layout], 2**31), _counts([rows], 2**53)
         found = ChunkedTensor(tuple(_counts(shape, 2**53)), BY_NAME[dtype], dim, rows, layouts[layout])
-        # Every row must be in a chunk: otherwise a part of the tensor would keep what was in memory before.
+        # Every row must be in a chunk: otherwise a part of the tensor would stay uninitialized.
         if rows < 1 or found.shape[dim] > rows * len(found.ranks):
             raise ValueError(f"{rows} rows a chunk")
     except (TypeError, LookupError, ValueError) as error:

@@ -3,7 +3,7 @@
 The files are written to a folder with a draft name, which readers ignore. Each rank writes its own two files; then rank
 0 writes the manifest with the digests of all files. Everything is fsynced, and the folder is renamed to its final name.
 The rename is the commit. Old generations are removed only after it, so an interrupted save never costs an earlier one.
-`Saver` does all of this in a thread of its own.
+`Saver` does all of this in a separate thread.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _write_own(draft: Path, snapshot: RankSnapshot, disk: Disk, rank: int) -> li
     # The reader counts the header's `__metadata__` entry as one more.
     _refuse_more_than(MOST_TENSORS - 1, len(snapshot.tensors), "tensors of one process")
     _refuse_more_than(LARGEST_JSON, len(table) - LENGTH, "bytes for the table of tensors")
-    _refuse_more_than(LARGEST_JSON, len(text), "bytes of state beside the tensors")
+    _refuse_more_than(LARGEST_JSON, len(text), "bytes of state without tensors")
     tensors = write_sealed(disk, draft / tensors_of(rank), _stream(table, snapshot.tensors))
     return [tensors, write_sealed(disk, draft / state_of(rank), [text])]
 
@@ -388,7 +388,7 @@ class Saver:
     def results(self) -> list[SaveResult]:
         """Return the outcomes of saves that have ended since the last call, without waiting.
 
-        With several ranks an outcome is returned only after the next save begins, or by `finish`.
+        With several ranks an outcome is returned only after the next save has started, or by `finish`.
         """
         # With several ranks, each would see the end of the save at a different step. After a failed save all of them
         # must stop at the same step.

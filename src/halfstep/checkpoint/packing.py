@@ -26,7 +26,7 @@ DEEPEST = 32
 
 
 def pack(tree: Any, name: str) -> tuple[Plain, dict[str, Tensor]]:
-    """Return `tree` as plain JSON, and its tensors by the names used in the JSON; names begin with `name`.
+    """Return `tree` as plain JSON, and its tensors by the names used in the JSON; names start with `name`.
 
     Raises WrongUse for a value that a checkpoint cannot hold.
     """
@@ -65,7 +65,7 @@ def _reference(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> Plain:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise _not_kept(f"{name} is a tensor without plain numbers ({tensor.layout}, {tensor.device})")
     while name in tensors:
-        # Two paths can have one name: a key with a slash in it, or the int 1 beside the string "1".
+        # Two paths can have the same name: a key with a slash in it, or the int 1 and the string "1".
         name += "'"
     tensors[name] = tensor.detach()
     # safetensors stores contiguous data only, but an optimizer's kernels expect its state in the layout of its

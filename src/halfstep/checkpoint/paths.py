@@ -112,7 +112,7 @@ class Disk:
             left = left[os.write(file, left) :]
 
     def flush(self, file: int) -> None:
-        """Force what was written to the disk."""
+        """Flush written data to the disk."""
         os.fsync(file)
 
     def close(self, file: int) -> None:

@@ -57,7 +57,7 @@ def verified(generation: CheckpointDir, progress: Progress = lambda count: None)
     Raises Unsafe if a file could run code, and OtherForm for a checkpoint of an earlier or a later version.
     """
     try:
-        # Before the manifest is trusted: a foreign file beside the listed ones would otherwise never be inspected.
+        # Before the manifest is trusted: otherwise a foreign file that it does not list would never be inspected.
         refuse_strangers(generation.path)
     except OSError as error:
         return CheckpointVerdict(generation, None, _in_words(error), is_passing(error))
@@ -117,8 +117,8 @@ def none_intact(folder: Path, lines: list[str]) -> NoCheckpoint:
     """Return the error for a folder in which every checkpoint is damaged; `lines` has one reason for each."""
     shown = lines[:10] + ([f"... and {len(lines) - 10} more"] if len(lines) > 10 else [])
     return NoCheckpoint(
-        "\n    ".join([f"{folder} held checkpoints, and none of them is whole:", *shown]),
-        allowed="at least one checkpoint as it was written; a run is never begun anew in silence",
+        "\n    ".join([f"{folder} has checkpoints, but none of them is intact:", *shown]),
+        allowed="at least one intact checkpoint; a run is never restarted silently",
         do=f"bring back the folder from a copy, or {begin_again()}",
     )
 

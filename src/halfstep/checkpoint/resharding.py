@@ -1,4 +1,4 @@
-"""Read tensors from the chunks in the files of other ranks, whatever number of ranks wrote them.
+"""Read tensors from the chunks in the files of other ranks, for any number of ranks that wrote them.
 
 The planner of torch.distributed.checkpoint works out which parts of which chunks a rank needs; this module opens the
 files that hold these, and no others.

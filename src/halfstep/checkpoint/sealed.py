@@ -122,8 +122,7 @@ def write_sealed(disk: Disk, path: Path, pieces: Iterable[bytes | memoryview]) -
     file = disk.create(path)
     try:
         for block in _blocks(pieces):
-            # The digest is of the bytes in memory, not of what is read back: damage on the way to the disk is detected
-            # too.
+            # The digest covers the bytes in memory, not those read back: damage on the way to the disk is detected too.
             digest.update(block)
             disk.write(file, block)
             size += len(block)
@@ -143,7 +142,7 @@ def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def problem_with(folder: Path, sealed: Sealed) -> str | None:
-    """Return what is wrong with a file, or None.
+    """Return the defect of a file, or None.
 
     Raises OSError if the file cannot be read at present; it may still be intact. Raises Unsafe if it could run code
     when read with a pickle reader.
@@ -229,7 +228,7 @@ def _measured(file: int, path: Path, expected: int) -> tuple[int, str]:
 
 
 def refuse_code(path: Path, start: bytes) -> None:
-    """Raise Unsafe if a file that begins with these bytes could run code when read with a pickle reader."""
+    """Raise Unsafe if a file with these first bytes could run code when read with a pickle reader."""
     kind = runs_code(start)
     if kind is not None:
         raise Unsafe(
@@ -245,9 +244,9 @@ def refuse_code(path: Path, start: bytes) -> None:
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 2
-"""The number of the form; raised with every change of the names or the meaning of what is written, also inside files.
+"""The format version; increased with every change of the names or the meaning of the data, also inside files.
 
-Form 1 had other names for the components of a run. Only the form of this number is read.
+Version 1 had other names for the components of a run. Only the current version is read.
 """
 _NAME = re.compile(r"rank-[0-9]{5}\.(safetensors|json)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

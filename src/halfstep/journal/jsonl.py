@@ -1,4 +1,4 @@
-"""Write the journal to disk: one strict JSON object per line, each written before the next step begins."""
+"""Write the journal to disk: one strict JSON object per line, each written before the next step starts."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ except ImportError:
 JOURNAL, LOG = "journal.jsonl", "train.log"
 
 # -- parts ------------------------------------------------------------------------------------------------------------
-# A journal that has grown too long goes on in a new file. The earlier files stay beside it, with the byte of the whole
-# journal at which they begin in their name: positions in it stay what they are, even where a user takes files away.
+# A journal beyond its maximum size continues in a new file. The earlier files stay next to it and carry their byte
+# offset in the whole journal in their name: offsets stay valid even if a user removes files.
 
 
 _PART = re.compile(r"journal\.([0-9]{15})\.jsonl")
 
 
 class Part(NamedTuple):
-    """A file of a journal, and the byte of the whole journal at which it begins."""
+    """A file of a journal, and its byte offset in the whole journal."""
 
     begin: int
     path: Path
@@ -93,7 +93,7 @@ def truncate(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def _take_back_parts(path: Path, size: int) -> int:
-    """Let the file that is written be the one with the last byte of `size`; return the byte at which it begins."""
+    """Make the file with the last byte of `size` the current one; return its byte offset."""
     *earlier, last = parts_of(path)
     # Renamed over the newest one, from the newest back: after each, the journal is whole up to an earlier end.
     while earlier and (size <= last.begin or not path.exists()):
@@ -191,7 +191,7 @@ class JsonLines:
             self._keep_few(event)
 
     def close(self) -> None:
-        """Write what is waiting, if possible, and close the file."""
+        """Write the pending lines, if possible, and close the file."""
         with contextlib.suppress(OSError, FolderLost):
             self._write_waiting()
         if self._waiting:
@@ -312,10 +312,10 @@ def read_events(path: Path) -> list[Event]:
 
 
 def saved_events(path: Path, after: int = 0) -> Iterator[Event]:
-    """Yield the readable events that begin after `after` bytes, for a resumed run.
+    """Yield the readable events from byte `after` on, for a resumed run.
 
-    A damaged line or a missing journal must not stop a run, so both are passed over. Raises StateMismatch for a
-    journal of another form.
+    A damaged line or a missing journal must not stop a run, so both are skipped. Raises StateMismatch for a journal in
+    another format version.
     """
     with contextlib.suppress(OSError):
         for line in _lines(path, after):
@@ -326,7 +326,7 @@ def saved_events(path: Path, after: int = 0) -> Iterator[Event]:
 
 
 def check_format(path: Path) -> None:
-    """Raise OtherForm if the journal begins in another form than this version writes."""
+    """Raise OtherForm if the journal has another format version than this version of halfstep writes."""
     next((event for event in saved_events(path) if event["event"] == START), None)
 
 
@@ -383,7 +383,7 @@ def _backwards(file: BinaryIO) -> Iterator[bytes]:
     at = last_line_end(file, file.seek(0, 2)) - 1
     if at < 0:
         return
-    # The rest of a line that begins before this block; None where it is too long to be kept.
+    # The rest of a line that starts before this block; None if it is too long to keep.
     rest: bytes | None = b""
     while at > 0:
         begin = max(0, at - _LARGE_BLOCK)

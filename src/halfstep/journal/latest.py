@@ -58,7 +58,7 @@ class Latest:
 
     @property
     def stage(self) -> Event:
-        """Return what is done before the first step of a launch; empty once steps are taken."""
+        """Return the stage of a launch before its first step; empty once training steps run."""
         return self._since_last_step(STAGE)
 
     @property

@@ -1,7 +1,8 @@
 """Summarize the journal of a run of any length: read it once, from its end, and keep a few hundred points a curve.
 
-Backwards, because the last word counts: where steps were done again after a restart, the earlier ones are passed over,
-and which these are is known only from the end. The last attempt, which the spans of a curve depend on, comes first too.
+It reads backwards because the last record of a step counts: steps repeated after a restart replace the earlier ones,
+and only the end of the journal shows which these are. The last attempt, which determines the spans of a curve, comes
+first too.
 """
 
 from __future__ import annotations
@@ -156,9 +157,9 @@ class Summary:
 
 
 def summarize(path: Path) -> Summary:
-    """Return the summary of a journal in all its files; damaged lines are counted and passed over.
+    """Return the summary of a journal in all its files; damaged lines are counted and skipped.
 
-    Raises OtherForm if another version of halfstep wrote it in another form, and OSError if it cannot be read.
+    Raises OtherForm if another version of halfstep wrote it in another format, and OSError if it cannot be read.
     """
     reading = _Reading(path)
     for line in lines_backwards(path):

@@ -26,7 +26,7 @@ except ImportError as missing:
 class TensorBoard:
     """A listener that writes scalars, pictures and the recipe for `tensorboard --logdir`.
 
-    A resumed run writes another file beside the first; TensorBoard then hides later attempts of the first.
+    A resumed run writes a second file; TensorBoard then hides the repeated steps of the first.
     """
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:

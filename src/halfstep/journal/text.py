@@ -79,7 +79,7 @@ def _dtype(precision: str) -> str:
 
 
 def precision(start: Event) -> str:
-    """Return the sentence on precision: what was asked for, and what was chosen."""
+    """Return the sentence on precision: the requested one and the chosen one."""
     asked, chosen = start["precision"]["asked"], start["precision"]["chosen"]
     found = {finding["id"] for finding in start.get("findings", ())}
     ending = f", asked for {clean(asked)}" if str(asked) != chosen else ", as asked for"
@@ -91,7 +91,7 @@ def precision(start: Event) -> str:
 
 
 def mark(start: Event, observed: float | None) -> str:
-    """Return the mark beside a progress bar: the precision, and the share of the work that ran in it."""
+    """Return the label of a progress bar: the precision, and the share of the work that ran in it."""
     chosen = start["precision"]["chosen"]
     seen = f", {numbers.share(observed)} observed" if observed is not None else ""
     return f"mp: {'🚀' if is_mixed(chosen) else '📊'} {chosen}{seen}"
@@ -136,7 +136,7 @@ def recipe(start: Event) -> list[str]:
 
 
 def why(start: Event) -> list[str]:
-    """Return the reasons for the precision: what was translated, the choice, and why."""
+    """Return the reasons for the precision: translated settings, the choice, and why."""
     said = start["precision"]
     lines = [said.get("took"), said.get("summary"), *said.get("reasons", ())]
     return list(dict.fromkeys(clean(line) for line in lines if line))
@@ -395,11 +395,11 @@ def resumed(start: Event) -> list[LineItem]:
         reasons = (
             said.get("reasons")
             or [f"the {kind} was changed" for kind in said.get("accepted") or ()]
-            or ["it is not known to be exact"]
+            or ["exactness is unknown"]
         )
         lines += _few("APPROXIMATE because ", reasons, alarm=True)
     lines += _few("accepted change: ", said.get("changed") or (), alarm=False)
-    return lines + _few("passed over checkpoint ", said.get("rejected_checkpoints") or (), alarm=True)
+    return lines + _few("rejected checkpoint ", said.get("rejected_checkpoints") or (), alarm=True)
 
 
 def is_resumed(start: Event) -> bool:
@@ -426,9 +426,9 @@ def _extended(said: Mapping[str, Any] | None) -> list[LineItem]:
     lr, highest = numbers.to_float(said["lr"]), numbers.to_float(said["peak_lr"])
     if said.get("rewarm"):
         return [*lines, LineItem(f"learning rate: a new warm-up to {numbers.rate(highest)} and a new decay from there")]
-    lines.append(LineItem(f"learning rate: on at its last, {numbers.rate(lr)}"))
+    lines.append(LineItem(f"learning rate: stays at its last value, {numbers.rate(lr)}"))
     if lr < LITTLE * highest:
-        share = f"{lr / highest:.2g} of its highest, at which little is learnt"
+        share = f"{lr / highest:.2g} of its maximum, too low to learn much"
         lines.append(LineItem(f"that is {share}: for a new warm-up and decay, stop and add --rewarm", alarm=True))
     return lines
 

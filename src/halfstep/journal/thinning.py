@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 MOST_NAMES = 32
-"""Names that are told apart, of reasons and of metrics; a file of another program may have any number."""
+"""Maximum number of distinct reasons and metrics; a file of another program may have any number."""
 OTHER = "other"
 
 T = TypeVar("T")
