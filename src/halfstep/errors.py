@@ -1,9 +1,9 @@
 """The errors that halfstep raises, in one tree; `data.sets.downloads` adds one.
 
 HalfstepError
-├── WrongUse               a call that cannot work as it was written
+├── WrongUse               a call that cannot work as written
 │   └── WrongLaunch        launch variables that name no rank of a group
-├── UnknownName            a name that is not known; the message offers the nearest one
+├── UnknownName            an unknown name; the message suggests the nearest one
 ├── Contradiction          two settings that ask for different things
 ├── PrecisionRefused       a precision that the device does not support, where a substitute was not allowed
 ├── PrecisionNotObserved   a step that did not run in the requested format
@@ -31,7 +31,7 @@ HalfstepError
 ├── Unsafe                 a file that would run code, or that points outside of its folder
 └── MissingExtra           an optional package that is not installed, or is not one for this torch
 
-Every message has three parts: what was given, what is allowed, and what to do next.
+Every message has three parts: the given value, the allowed values, and the next step.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def add_option(name: str) -> str:
 
 
 def begin_again() -> str:
-    """Return the advice to leave a run that cannot go on."""
-    return f"{add_option('new')} to begin again in a folder of its own"
+    """Return the advice to start a new run in place of one that cannot resume."""
+    return f"{add_option('new')} to start again in a new folder"
 
 
 class HalfstepError(Exception):
@@ -145,7 +145,7 @@ class HalfstepError(Exception):
 
 # Each error is also a built-in one, so that code which catches ValueError or RuntimeError keeps working.
 class WrongUse(HalfstepError, RuntimeError, id="wrong-use"):
-    """A call that cannot work as it was written."""
+    """A call that cannot work as written."""
 
     exit_code = CONFIGURATION
 
@@ -393,16 +393,15 @@ def missing_extra(error: ImportError) -> MissingExtra | None:
 
 
 def mismatched_extra(error: Exception) -> MissingExtra | None:
-    """Return the error for a torchvision that cannot be imported beside this torch, or None for any other error.
+    """Return the error for a torchvision that does not match this torch, or None for any other error.
 
     Each loads its own operators from a library that is linked against one build of torch.
     """
     if not ("torchvision::" in str(error) and "does not exist" in str(error)):
         return None
     return MissingExtra(
-        "torchvision was built for another build of torch than the one beside it, such as one with CUDA beside one "
-        "without",
-        allowed="torch and torchvision from the same index, of versions that belong together",
+        "torchvision was built for another build of torch than the installed one, such as CUDA against CPU",
+        allowed="torch and torchvision from the same index, in matching versions",
         do="pip install --force-reinstall torch torchvision",
     )
 
@@ -416,7 +415,7 @@ def same_keys(what: str, ours: Collection[str], saved: Collection[str]) -> None:
         raise StateMismatch(
             f"{what} saved {' and '.join(words)}",
             allowed=", ".join(sorted(ours)) or "none",
-            do="build the Stepper as it was when it was saved",
+            do="build the Stepper as in the saved run",
         )
 
 

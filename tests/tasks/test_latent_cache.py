@@ -153,7 +153,7 @@ def test_what_was_finished_before_an_interruption_is_used() -> None:
 
 @pytest.mark.wording
 def test_a_signal_ends_it_after_the_file_that_is_being_written() -> None:
-    with Stopping(), pytest.raises(NotBegun, match="stopped by SIGTERM while latents were encoded") as caught:
+    with Stopping(), pytest.raises(NotBegun, match="stopped by SIGTERM while encoding latents") as caught:
         kept(how=stop_asked)
     assert caught.value.exit_code == 75
     how = Counting()

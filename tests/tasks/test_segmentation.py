@@ -235,7 +235,7 @@ def test_others_models_train_and_judge(name: str) -> None:
 @pytest.mark.wording
 def test_a_folder_for_validation_needs_one_for_training(tmp_path: Path) -> None:
     write_pairs(tmp_path / "val", 2)
-    with pytest.raises(BadData, match="no folder train beside it"):
+    with pytest.raises(BadData, match="but no folder train"):
         made("segmentation", data=pairs(tmp_path, val="val")).source("train")
 
 

@@ -17,7 +17,7 @@ SAFE = (
     *("about", "sizing", "run.", "checkpoint.", "guard.", "train.num_workers", "data.bad_samples", "data.timeout"),
     *("world.mode", "world.shard_size", "world.timeout", "world.start_timeout"),
 )
-"""The settings that change no bit of what is trained unless a step fails: keys, and sections with their dot."""
+"""The settings that change no trained bit unless a step fails: keys, and sections with their dot."""
 PLACES = ("data.path", "data.masks", "data.val")
 """The settings for the location of the data; a change is harmless if the files are the same."""
 BATCH = ("train.batch_size", "train.microbatches", "train.global_batch")
@@ -91,15 +91,15 @@ def recipe_changed(what: str, found: Sequence[Change]) -> StateMismatch:
     """Return the error for a run that was started with another recipe, or data folder; `what` names the run."""
     if not drop_keys(found, PLACES):
         return StateMismatch(
-            listed(f"{what} was begun on another data folder:", found),
-            allowed="the data that the run was begun with",
-            do=f"give the folder that it was begun with, or {add_option('new')} to train on this one",
+            listed(f"{what} was started with a different data folder:", found),
+            allowed="the run's original data folder",
+            do=f"give the original folder, or {add_option('new')} to train on this one",
             id="data-folder-changed",
         )
     return StateMismatch(
-        listed(f"{what} was begun with another recipe:", found),
-        allowed="the recipe that the run was begun with",
-        do=f"{add_option('accept_recipe_change')} to go on with the new one, or {option('new')} for a separate folder",
+        listed(f"{what} was started with a different recipe:", found),
+        allowed="the run's original recipe",
+        do=f"{add_option('accept_recipe_change')} to continue with the new one, or {option('new')} for a new folder",
         id="recipe-changed",
     )
 
@@ -124,7 +124,7 @@ class SavedRun:
     """The run as it is found in its folder."""
 
     recipe: Mapping[str, Any]
-    """The recipe as it was read from the folder."""
+    """The recipe read from the folder."""
     result: dict[str, Any] | None
     """The result of a run that has ended, or None."""
     attempts: int
@@ -152,7 +152,7 @@ class SavedRun:
             return [Extension.model_validate(one) for one in self._section("schedule").get("extensions") or ()]
         except (ValidationError, TypeError):
             raise StateMismatch(
-                "the run's recipe.yaml has schedule.extensions that nothing can be made of",
+                "the run's recipe.yaml has invalid schedule.extensions",
                 allowed="what halfstep wrote",
                 do=begin_again(),
             ) from None
@@ -230,7 +230,7 @@ def _refuse_shorter(asked: tuple[int | None, int | None], before: SavedRun) -> N
         more = asked[0] or asked[1] or 1
         raise FolderTaken(
             f"{option('extend')} to {in_words(asked)}, and the run has {in_words(before.length)} already",
-            allowed="the whole length that the run is to have, with what it has had",
+            allowed="the total length of the run, including the steps already trained",
             do=f"{to_extend(before.length, more)} adds {in_words(asked)}",
         )
 
@@ -238,7 +238,7 @@ def _refuse_shorter(asked: tuple[int | None, int | None], before: SavedRun) -> N
 def _nothing_added(before: SavedRun) -> FolderTaken:
     return FolderTaken(
         f"{option('extend')}, and the run is finished with its {in_words(before.length)}: nothing is added to it",
-        allowed="the whole length that it is to have, longer than before",
+        allowed="a total length longer than before",
         do=f"{to_go_on(before)}, for example",
         id=RUN_FINISHED if before.extensions else "",  # the extension that is asked for again
     )

@@ -213,6 +213,6 @@ settings that they mean, and reported too.
 In Python: `halfstep.fit("unet.yaml")`, or `halfstep.fit({...})` with the content of such a file as a dict, nested or
 with dotted keys.
 
-The file is read strictly: a key that is not known, given twice or of the wrong type is an error that names the nearest
-right one; anchors, tags and `${...}` are refused; `1e-4` is a number; `no` is text. For help in an editor, begin the
-file with `# yaml-language-server: $schema=PATH`, where PATH is what `halfstep recipes schema > PATH` wrote."""
+The file is read strictly: an unknown key, a duplicate key or a wrong type is an error that suggests the nearest valid
+one; anchors, tags and `${...}` are refused; `1e-4` is a number; `no` is text. For help in an editor, start the file
+with `# yaml-language-server: $schema=PATH`, where PATH is the output of `halfstep recipes schema > PATH`."""

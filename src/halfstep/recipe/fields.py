@@ -160,7 +160,7 @@ def _walk(root: Json, node: Json, prefix: str) -> Iterator[tuple[str, Json, bool
 
 
 def _is_section(node: Json) -> bool:
-    # A section without fields of its own has empty properties.
+    # A section without its own fields has empty properties.
     return "properties" in node
 
 

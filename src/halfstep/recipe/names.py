@@ -21,7 +21,7 @@ PRETRAINED = "--pretrained"
 
 
 _INSTEAD = {
-    "type the same command again: an unfinished run resumes by itself; weights to begin from: model.weights=FILE": (
+    "type the same command again: an unfinished run resumes by itself; initial weights: model.weights=FILE": (
         "resume resume_from resume_from_checkpoint auto_resume ckpt_path load_from"
     ),
     "torchrun --nproc_per_node 2 -m halfstep train RECIPE, with the number of GPUs; one GPU alone: --device": (
@@ -103,7 +103,7 @@ def nearest_key(word: str, fields: Fields) -> str | None:
 
 
 class Translated(NamedTuple):
-    """A recipe with known names only, its words for precision, and notes on what was translated."""
+    """A recipe with known names only, its precision settings, and notes on translated names."""
 
     raw: dict[str, object]
     precision: dict[str, object]

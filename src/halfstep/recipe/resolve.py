@@ -1,4 +1,4 @@
-"""Resolve a recipe in one pass: read it, translate foreign names, override, validate, and fill in what is left out.
+"""Resolve a recipe in one pass: read it, translate foreign names, override, validate, and fill in defaults.
 
 `sources.read_recipe` and `names.read_flags` read the file and the command line; `resolve` does the rest in this order.
 Imports no torch: the caller passes the task's schema.
@@ -59,7 +59,7 @@ class Resolved:
     """An instance of the task's `Recipe[...]`."""
     label: str
     notes: list[str] = field(default_factory=list)
-    """Notes for the user: what was translated, replaced or ignored."""
+    """Notes for the user: translated, replaced and ignored settings."""
     drawn: frozenset[str] = frozenset()
     """The keys whose value was not given, but drawn at random or chosen by the rules of `sizing`."""
     sizing: Sequence[ChosenSetting] = ()
@@ -261,11 +261,11 @@ def _impossible(recipe: Any) -> Iterator[Complaint]:
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
-# Report all mistakes in a recipe at once, each with its key, its value and what is allowed.
+# Report all mistakes in a recipe at once, each with its key, its value and the allowed values.
 
 
 class Complaint(NamedTuple):
-    """One mistake in a recipe: what was given, what is allowed, and what to do."""
+    """One mistake in a recipe: the given value, the allowed values, and the fix."""
 
     given: str
     allowed: str

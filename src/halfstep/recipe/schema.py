@@ -80,7 +80,7 @@ class ModelOptions(Section):
     """The model settings of every task; a task adds its own fields."""
 
     weights: str = "none"
-    """Where the weights begin: `none` (random), `pretrained`, or a path to a .safetensors or .pt file or a folder."""
+    """Initial weights: `none` (random), `pretrained`, or a path to a .safetensors or .pt file or a folder."""
     freeze: list[str] = []
     """Parts that are not trained: names of modules, such as `encoder` or `layer1`."""
 
@@ -142,7 +142,7 @@ class Extension(Section):
     steps: PositiveInt | None = None
     """After how many updates. Give epochs or steps."""
     rewarm: bool = False
-    """A new warm-up and decay begins there; else the learning rate stays where the schedule left it."""
+    """Start a new warm-up and decay there; otherwise the learning rate stays where the schedule left it."""
 
 
 class ScheduleOptions(Section):
@@ -267,7 +267,7 @@ class CheckpointOptions(Section):
     keep: Annotated[int, Field(ge=2), Also("save_total_limit", "checkpoints_total_limit")] = 2
     """Checkpoints that are kept, the newest; two at least, for one may be damaged."""
     background: bool = True
-    """Write beside the training, from a copy of the state in main memory."""
+    """Write in the background, from a copy of the state in main memory."""
 
 
 class GuardOptions(Section):
@@ -300,7 +300,7 @@ class RunOptions(Section):
     log_every: Annotated[PositiveInt, Also("logging_steps", "log_every_n_steps")] = 10
     """Steps between two lines of the log."""
     journal_mb: PositiveInt = 100
-    """Megabytes after which journal.jsonl goes on in a new file; the earlier ones stay beside it."""
+    """Megabytes after which journal.jsonl continues in a new file; the earlier files are kept."""
     tracker: Annotated[Literal["none", "tensorboard", "wandb", "mlflow"], Also("report_to")] = "none"
     """A tracker that is fed from the journal; mlflow is the server that MLFLOW_TRACKING_URI names."""
     pictures: NonNegativeInt = 4
@@ -328,7 +328,7 @@ class Recipe(Section, Generic[ModelT, DataT, LossT]):
     projects' words are understood.
     """
     sizing: Literal["none", "auto"] = "none"
-    """`auto` chooses what is left out (batch, image size, network, length ...) for the set and the machine."""
+    """`auto` chooses unset values (batch, image size, network, length ...) for the data set and the machine."""
     model: ModelT
     data: DataT
     loss: LossT

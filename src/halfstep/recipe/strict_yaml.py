@@ -161,7 +161,7 @@ def too_large(where: str, size: int) -> BadRecipe:
     return BadRecipe(
         f"{where} is {size:,} bytes long",
         allowed=f"at most {LARGEST_FILE:,} bytes",
-        do="give a recipe; data belongs into files of its own",
+        do="give a recipe; put data into separate files",
     )
 
 
@@ -170,7 +170,7 @@ def decoded(text: str | bytes, where: str) -> str:
     if isinstance(text, str):
         return text
     try:
-        # Some editors begin a UTF-8 file with a byte order mark.
+        # Some editors write a byte order mark at the start of a UTF-8 file.
         return text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadRecipe(
@@ -263,7 +263,7 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
 
 
 def _number(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
-    # With a dot and a signed exponent, a float is a float in YAML 1.1 and 1.2 alike.
+    # With a dot and a signed exponent, a float is a float in both YAML 1.1 and 1.2.
     text = repr(value)
     if "e" in text and "." not in text:
         text = text.replace("e", ".0e")

@@ -124,7 +124,7 @@ class Diffusion(Task):
         super().begin(recipe)
         check(recipe)
         options, data = recipe.model, recipe.data
-        # An autoencoder has no condition, whatever the recipe says for the denoiser.
+        # An autoencoder has no condition; the setting in the recipe is for the denoiser.
         self.kind: str = "none" if options.stage == "autoencoder" else options.condition
         self.pixels, self.conditions = _around_zero(data.channels), _around_zero(data.condition_channels)
         self.origins = PartBuilder(options, data, recipe.run.dir)
@@ -293,7 +293,7 @@ class Diffusion(Task):
     def sample(self, model: nn.Module, count: int, on_progress: OnProgress) -> list[Picture]:
         """Draw samples for the classes in turn, or for the first conditions of the validation set.
 
-        A condition image is shown beside its sample. `on_progress` receives the progress.
+        A condition image is shown next to its sample. `on_progress` receives the progress.
         """
         assert isinstance(model, LatentDiffusion)
         if model.denoiser is None:

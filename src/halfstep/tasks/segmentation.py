@@ -26,7 +26,7 @@ from halfstep.train.signature import Preprocessing, Signature
 from halfstep.train.task import Judged, Picture, Prediction, Shown, Split, Task
 
 TIES = 1e-3
-"""The weight of pixel accuracy beside the IoU where samples are ranked: it only breaks ties."""
+"""The weight of pixel accuracy relative to the IoU when samples are ranked: it only breaks ties."""
 
 
 class Segmentation(Task):
@@ -210,7 +210,7 @@ def _padded(tensor: Tensor, high: int, wide: int, value: float) -> Tensor:
 
 
 def _augmentation(data: SegmentationData, ignored: int) -> v2.Transform:
-    """Return the geometric augmentation, applied to image and mask alike."""
+    """Return the geometric augmentation, applied to both image and mask."""
     # Padding must not teach the background class.
     fill = {tv_tensors.Image: 0, tv_tensors.Mask: ignored}
     steps: list[nn.Module] = [v2.RandomCrop(data.crop, pad_if_needed=True, fill=fill)]

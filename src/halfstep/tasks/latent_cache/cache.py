@@ -74,7 +74,7 @@ def _times(source: Source) -> str:
         {(name, os.fspath(path)) for i in range(len(source)) for name, path in files_of(source, i)}
     ):
         try:
-            # File names need not be valid UTF-8; their length before them keeps two lists of names from hashing alike.
+            # File names need not be valid UTF-8; the length prefix keeps two lists of names from the same hash.
             digest.update(f"{len(name)}:{name} {os.stat(path).st_mtime_ns}\n".encode("utf-8", "surrogatepass"))
         except OSError:  # a sample that cannot be read is replaced when its turn comes
             digest.update(f"{len(name)}:{name} unreadable\n".encode("utf-8", "surrogatepass"))
@@ -251,7 +251,7 @@ class CachedLatents:
             raise BadData(
                 f"{path} cannot be read any more: {error}",
                 allowed="latents that stay where they are while a run uses them",
-                do="start the run again with the same command: what is missing is encoded anew",
+                do="start the run again with the same command: missing latents are encoded again",
             ) from error
         if not bool(torch.isfinite(moments).all()):
             raise refused(path, f"it holds numbers that are not finite, in row {row}")
@@ -279,9 +279,9 @@ def cached(
     """Find the cached latents of a source and encode the missing ones. Collective: every rank calls it and shares the
     work.
 
-    `parts` is what the latents depend on beside the data: the autoencoder's digest, the `format` it computes in, the
-    size of the images. `on_progress` receives the progress on rank 0. Raise `BadData`, `StorageFailed`, or `NotBegun`
-    on a signal.
+    `parts` are the inputs of the latents other than the data: the autoencoder's digest, the `format` it computes in,
+    the size of the images. `on_progress` receives the progress on rank 0. Raise `BadData`, `StorageFailed`, or
+    `NotBegun` on a signal.
     """
     # The key must be equal on all ranks, or each would look for another folder.
     words = distributed.rank_zero_or_raise(lambda: words_of(encoding, source, parts))
@@ -357,7 +357,7 @@ class ChunkEncoder:
         weights = "take an autoencoder from before it went wrong, or train it again"
         raise BadData(
             f"{self.source.name(number)}: its latents, encoded in {self.computed_in}, are not finite",
-            allowed="finite latents; what is kept would spoil every run that finds it",
+            allowed="finite latents; cached ones would spoil every run that uses the cache",
             do=weights if self.computed_in == "fp32" else island,
         )
 
@@ -381,8 +381,8 @@ def _go_on(signals: list[str | None], chunks: Chunks) -> None:
     signal = next(filter(None, signals), None)
     if signal is not None:
         raise NotBegun(
-            f"stopped by {signal} while latents were encoded; those that were are kept in {chunks.folder}",
-            do="start it again with the same command: only what is missing is encoded",
+            f"stopped by {signal} while encoding latents; finished ones are kept in {chunks.folder}",
+            do="start it again with the same command: only missing latents are encoded",
         )
 
 

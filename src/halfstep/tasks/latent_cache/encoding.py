@@ -170,13 +170,13 @@ ENOUGH = 32
 def measured_scale(moments: Iterable[Tensor]) -> float:
     """Return 1 / the standard deviation of the latents over all ranks; the result is the same on each.
 
-    Raise `BadData` where the latents are non-finite or all alike.
+    Raise `BadData` if the latents are non-finite or constant.
     """
     count, deviation = _spread(moments)
     if not SMALLEST < deviation < math.inf:
         raise BadData(
-            f"the standard deviation of {count:,.0f} numbers of latents is {deviation:g}",
-            allowed="latents that are finite, and not all alike",
+            f"the standard deviation of {count:,.0f} latent values is {deviation:g}",
+            allowed="latents that are finite and not constant",
             do="look at the autoencoder's reconstructions, and train it again with a smaller loss.kl",
         )
     return 1.0 / deviation

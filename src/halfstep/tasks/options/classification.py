@@ -16,7 +16,7 @@ class ClassificationModel(ModelOptions):
     drop_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout before the last layer."""
     small_stem: bool = False
-    """ResNets: a first layer for images of about 32 pixels, which does not shrink them. It begins random."""
+    """ResNets: a first layer for images of about 32 pixels, without downsampling. It is initialized randomly."""
 
 
 class ClassificationData(DataOptions):
@@ -25,7 +25,7 @@ class ClassificationData(DataOptions):
     path: Annotated[str, Also("data_dir")] = "data"
     """The folder that holds `train` and `val`, or the shards; `cache:NAME` is a set that `halfstep data get` got."""
     val: Fraction | str = "val"
-    """For validation: a folder beside `train`, or anywhere; or a share of the samples in `path`."""
+    """For validation: a folder next to `train`, or any path; or a share of the samples in `path`."""
     classes: Annotated[int, Field(ge=2)] | None = None
     """How many classes there are; counted in the data if it is left out."""
     channels: Annotated[int, Field(ge=1, le=64)] = 3

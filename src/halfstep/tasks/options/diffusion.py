@@ -36,7 +36,7 @@ class DiffusionModel(ModelOptions):
     condition: Literal["none", "class", "image", "embedding"] = "none"
     """The condition of a sample: nothing, a class, an image, or an embedding that was computed before."""
     condition_width: PositiveInt = 32
-    """image: channels that a condition becomes, beside the latents."""
+    """image: channels of the encoded condition, concatenated with the latents."""
     condition_drop: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """The share of training samples that lose their condition, which guidance needs."""
     timesteps: Annotated[int, Field(ge=2, le=10_000)] = 1000
@@ -59,7 +59,7 @@ class DiffusionData(DataOptions):
     path: Annotated[str, Also("data_dir")] = "data"
     """The folder that holds `train` and `val`, or the shards; `cache:NAME` is a set that `halfstep data get` got."""
     val: Fraction | str = "val"
-    """For validation: a folder beside `train`, or anywhere; or a share of the samples in `path`."""
+    """For validation: a folder next to `train`, or any path; or a share of the samples in `path`."""
     classes: Annotated[int, Field(ge=2)] | None = None
     """How many classes there are; counted in the data if it is left out."""
     channels: Annotated[int, Field(ge=1, le=64)] = 3

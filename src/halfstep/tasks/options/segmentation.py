@@ -29,7 +29,7 @@ class SegmentationData(DataOptions):
     path: Annotated[str, Also("data_dir")] = "data"
     """The folder that holds `images` and `masks`, or the shards; `cache:NAME` is a set that `halfstep data get` got."""
     masks: str | None = None
-    """pairs: the folder of masks, where it is not beside the images; `path` is then the folder of images."""
+    """pairs: the folder of masks, if it is not next to the images; `path` is then the folder of images."""
     val: Fraction | str = 0.2
     """For validation: a share of the samples, or a folder of the same layout, in `path` or anywhere."""
     classes: Annotated[int, Field(ge=2, le=255)] = 2

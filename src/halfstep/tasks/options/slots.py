@@ -26,7 +26,7 @@ class SlotsModel(ModelOptions):
     encoder_stride: Literal[1, 2, 4] = 1
     """How many pixels, across, become one place that slots compete for."""
     predictor_layers: Annotated[int, Field(ge=0, le=8)] = 1
-    """Layers that say from the slots of a frame where those of the next begin; 0 takes them as they are."""
+    """Layers that predict the initial slots of the next frame from those of this one; 0 copies them."""
     decoder: Literal["broadcast", "autoregressive"] = "broadcast"
     """How slots are judged: by painting their pixels, or by predicting the tokens of a discrete autoencoder."""
     decoder_width: PositiveInt = 64
@@ -66,9 +66,9 @@ class SlotsLoss(LossOptions):
     contrast: NonNegativeFloat = 0.01
     """The weight of what keeps a slot on its thing from frame to frame; 0 is off, and too much hides the things."""
     temperature: PositiveFloat = 0.1
-    """The temperature of the contrast: the smaller, the more it looks at the slots that are most alike."""
+    """The temperature of the contrast: smaller values weight the most similar slots more."""
     tokens: NonNegativeFloat = 1.0
-    """autoregressive: the weight of predicting tokens, beside the discrete autoencoder's own loss."""
+    """autoregressive: the weight of the token loss relative to the discrete autoencoder's loss."""
 
 
 SCHEMA = Recipe[SlotsModel, SlotsData, SlotsLoss]

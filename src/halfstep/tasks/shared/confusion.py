@@ -152,7 +152,7 @@ def overlap_loss(logits: Tensor, target: Tensor, ignored: int, dice: float) -> T
 def _dice(chances: Tensor, there: Tensor) -> Tensor:
     """Return 1 - Dice over the batch, averaged over the classes present in it.
 
-    Absent classes are left to the cross-entropy: their Dice score would be 0 whatever is predicted.
+    Absent classes are left to the cross-entropy: their Dice score would be 0 for any prediction.
     """
     pixels = (0, 2, 3)
     truth = there.sum(pixels)
@@ -165,8 +165,8 @@ def _dice(chances: Tensor, there: Tensor) -> Tensor:
 class Overlap(Metric):
     """IoU and Dice from int64 counts.
 
-    `iou` and `dice` are means over the classes that occur in truth or prediction, with one figure per such class beside
-    them. With two classes they are those of the foreground. Where every pixel is ignored, both are NaN.
+    `iou` and `dice` are means over the classes that occur in truth or prediction; each such class also has its own
+    value. With two classes they are those of the foreground. If every pixel is ignored, both are NaN.
     """
 
     confmat: Tensor

@@ -166,8 +166,8 @@ class Shrunk(WrappedSource):
 
 
 # -- tiles ------------------------------------------------------------------------------------------------------------
-# Evaluate large images in overlapping tiles, joined without seams.
-# Outputs are widened to fp32 for tiles and whole images alike, because one batch may hold both.
+# Evaluate large images in overlapping tiles, joined without seams. Outputs are widened to fp32 for both tiles and whole
+# images, because one batch may hold both.
 
 
 AT_ONCE = 4

@@ -146,7 +146,8 @@ def labelled(data: Any, known: Sequence[str] = ()) -> tuple[dict[Split, Source],
 
     def shards(root: Path) -> Source:
         found = Shards(root, data.channels, parts=("label",))
-        # Both splits number the classes alike (classes.txt, or the numbers themselves); the longer list has all names.
+        # Both splits use the same class numbers (classes.txt, or the numbers themselves); the longer list has all
+        # names.
         names.extend(found.classes[len(names) :])
         return found
 
@@ -212,7 +213,7 @@ def _images(root: Path, data: Any, condition: str) -> Source:
 def both(data: Any, make: Make) -> dict[Split, Source]:
     """Return both splits, from separate folders or by splitting one folder, built with `make`.
 
-    Raise `BadData` where a validation folder exists without a training folder beside it.
+    Raise `BadData` if there is a validation folder but no training folder.
     """
     root = data_place(data.path)
     if not isinstance(data.val, str):
@@ -221,7 +222,7 @@ def both(data: Any, make: Make) -> dict[Split, Source]:
     # Joining an absolute path yields the path itself, which may exist without being below `root`.
     if not apart and not Path(data.val).is_absolute() and (root / data.val).is_dir():
         raise BadData(
-            f"{root} holds the folder {data.val}, and no folder train beside it",
+            f"{root} has the folder {data.val} but no folder train",
             allowed=f"{root}/train and {root}/{data.val}; or all samples in one folder, and a share for validation",
             do="write data.val=0.2, or move the training samples into a folder train",
         )

@@ -19,7 +19,7 @@ KEYS = frozenset(
 """Every setting these rules may choose."""
 DATA = ("folder",)
 ENOUGH_IMAGES = 6_000
-"""Images, counted with repetition, after which a randomly initialized network begins to separate classes."""
+"""Images, counted with repetition, after which a randomly initialized network starts to separate classes."""
 SMALL = 80
 """Shorter side in pixels up to which a ResNet's usual stem would shrink images too far."""
 MANY = 20_000

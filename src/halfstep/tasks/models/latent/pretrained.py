@@ -288,7 +288,7 @@ def _unreadable(place: Path, why: str) -> BadData:
 
 
 # -- going on ---------------------------------------------------------------------------------------------------------
-# A resumed run uses its own parts, whatever became of the folders they came from.
+# A resumed run uses its own copies of the parts, even if their original folders are gone.
 
 
 ORIGIN = "autoencoder_origin"
@@ -334,7 +334,7 @@ def own_autoencoder(where: str, run: ResumableRun | None) -> tuple[PretrainedAut
 
 def _from_checkpoint(run: ResumableRun, origin: Mapping[str, Any]) -> PretrainedAutoencoder:
     newest, _ = newest_intact(run.folder / CHECKPOINTS)
-    assert newest is not None, "a run that was begun has one"
+    assert newest is not None, "a started run has one"
     place, config, prefix = newest.generation, run.facts.get(AUTOENCODER), f"{AUTOENCODER}."
     saved = State.from_parts(*read_state(place, 0), where=str(place.path)).weights["parameters"]
     try:
@@ -464,6 +464,6 @@ def latent_diffusion(options: Any, data: Any, asked: Asked, origins: PartBuilder
 
 
 def is_island(options: Any) -> bool:
-    """Return whether the autoencoder computes in fp32 whatever the run's precision is."""
+    """Return whether the autoencoder computes in fp32 regardless of the run's precision."""
     frozen = options.stage == "denoiser"
     return bool(options.autoencoder_island == "always" or (frozen and options.autoencoder_island == "frozen"))

@@ -129,7 +129,7 @@ def _load(model: nn.Module, path: Path) -> None:
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     try:
         tensors = tensors if convert is None else convert(tensors, model)
-        # A head that the backbone has not may be in the file; what the backbone has must be.
+        # The file may contain a head that the backbone lacks, but it must contain every tensor of the backbone.
         missing, _ = model.load_state_dict(tensors, strict=False)
     except (RuntimeError, KeyError, AttributeError, ValueError) as error:
         missing, reason = ["..."], in_one_line(error)[:200]

@@ -22,8 +22,8 @@ Layer = TypeVar("Layer", nn.Conv2d, nn.ConvTranspose2d)
 def as_loud(layer: Layer) -> Layer:
     """Initialize a layer next to a ReLU so that the signal keeps its variance (He), and return it.
 
-    With torch's default each layer loses more than half of the signal: after four, positions dominate what is seen,
-    slots divide the frame into regions, and training does not recover.
+    With torch's default each layer loses more than half of the signal: after four, positions dominate the image
+    features, slots divide the frame into regions, and training does not recover.
     """
     # The fan-in of one output: the kernel of each input channel; for a strided transposed convolution, only a part of
     # it.
@@ -42,7 +42,7 @@ def as_loud(layer: Layer) -> Layer:
 class Positions(nn.Module):
     """Adds a linear embedding of the distances to the four borders.
 
-    The model that contains it makes it an island: in 16 bits, positions of a large frame begin to coincide.
+    The model that contains it makes it an island: in 16 bits, positions of a large frame start to coincide.
     """
 
     def __init__(self, width: int) -> None:

@@ -32,7 +32,7 @@ FARTHEST = 1e30
 class FirstSlots(nn.Module):
     """The learned initial slots of every clip.
 
-    They are not drawn at random: evaluations stay comparable, and slots cannot be told apart across clips by their
+    They are not drawn at random: evaluations stay comparable, and slots cannot be identified across clips by their
     initial noise, which temporal contrast would reward.
     """
 
@@ -208,7 +208,7 @@ class PaintingModel(SlotModel):
 class TellingModel(SlotModel):
     """A slot model whose slots predict the tokens of their frame; a slot owns the positions it attended to.
 
-    A discrete autoencoder learns the tokens beside it; neither loss has gradients in the other's parameters.
+    A discrete autoencoder learns the tokens at the same time; neither loss has gradients in the other's parameters.
     """
 
     temperature: Tensor
