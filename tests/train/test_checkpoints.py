@@ -277,5 +277,5 @@ def test_a_picture_that_has_no_room_is_a_warning(tmp_path: Path, loop: Loop) -> 
     keeper = RunOutputs(tmp_path, Journal([heard]), pictures=2)
     with files_of_at_most(100):
         keeper.pictures(Drawing(loop.recipe), loop.model, loop.val, loop.parts.choice.precision, 1)
-    assert "pictures/epoch-0001.png is kept as it was: File too large" in heard.told("note")[0]["text"]
+    assert "pictures/epoch-0001.png is unchanged: File too large" in heard.told("note")[0]["text"]
     assert heard.told("saved") == []

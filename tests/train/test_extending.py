@@ -126,7 +126,7 @@ def test_the_journal_tells_what_was_extended_and_what_the_run_had_come_to(tmp_pa
     assert told["extended"]["previous"]["metrics"] == first.metrics
     log = (tmp_path / "run" / "train.log").read_text()
     assert "extended from step 16 to step 20 (5 epochs)" in log
-    assert "learning rate: on at its last" in log
+    assert "learning rate: stays at its last value" in log
     assert "add --rewarm" in log, "a cosine ends at next to nothing"
 
 
@@ -231,7 +231,7 @@ def test_what_is_asked_of_a_finished_run_is_answered_with_what_to_type(tmp_path:
     fit(tmp_path)
     before = (tmp_path / "run" / "result.json").read_bytes()
     longer = refusal(tmp_path, train__epochs=25)
-    assert "finished after 4 epochs; 25 epochs are asked for" in longer.given
+    assert "finished after 4 epochs; 25 epochs are requested" in longer.given
     assert "fit(..., extend=True) to go on to 25 epochs, with rewarm=True" in longer.do
     shorter = refusal(tmp_path, train__epochs=2)
     assert "extend" not in shorter.do

@@ -253,7 +253,7 @@ def test_where_the_only_checkpoint_is_spoilt_the_run_begins_again(tmp_path: Path
         )
     assert [one.attempt for one in generations(tmp_path / "run" / CHECKPOINTS)] == [30]
     assert not set_aside(tmp_path / "run" / CHECKPOINTS)
-    assert "must begin again" in str(caught.value)
+    assert "must start again" in str(caught.value)
     assert caught.value.do.endswith("new=True)")
 
 

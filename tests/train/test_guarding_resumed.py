@@ -65,7 +65,7 @@ def test_a_checkpoint_that_was_saved_in_trouble_is_not_called_good_after_a_resum
     with pytest.raises(Diverged) as caught:
         fit(tmp_path, precision="fp32", checkpoint__every_steps=30, optimizer__lr=1e-3, accept=True)
     assert "the last good checkpoint" not in str(caught.value)
-    assert "must begin again" in str(caught.value)
+    assert "must start again" in str(caught.value)
     assert caught.value.do.endswith("new=True)")
     assert events(tmp_path / "run", "end")[-1]["checkpoint"] is None
 
@@ -118,7 +118,7 @@ def test_weights_that_were_ruined_long_before_they_failed_are_no_good_checkpoint
 def test_where_all_are_ruined_the_run_begins_again(tmp_path: Path) -> None:
     with every_loop(both(rate_times(1e4, since=1), failing_since(9))), pytest.raises(Diverged) as caught:
         fit(tmp_path, precision="fp32", checkpoint__every_steps=1)
-    assert "must begin again" in str(caught.value)
+    assert "must start again" in str(caught.value)
     assert caught.value.do.endswith("new=True)")
 
 

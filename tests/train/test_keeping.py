@@ -58,7 +58,7 @@ def test_earlier_weights_stay_where_the_last_are_not_finite(tmp_path: Path) -> N
     keeper.last(model(torch.nan), None)
     keeper.result(ended(0))
     assert (tmp_path / LAST).read_bytes() == before
-    assert "kept as it was" in notes.texts[-1]
+    assert "is unchanged" in notes.texts[-1]
     assert (tmp_path / RESULT).exists()
 
 

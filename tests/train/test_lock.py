@@ -65,7 +65,7 @@ def test_a_second_process_is_told_who_has_it(tmp_path: Path) -> None:
     error = refusal(tmp_path)
     assert f"{tmp_path} is in use by process {pid} on {socket.gethostname()} since 20" in error.given
     assert error.allowed == "one process a folder"
-    assert error.do == f"wait for it, stop it (kill {pid}), or call fit(..., new=True) for a folder of its own"
+    assert error.do == f"wait for it, stop it (kill {pid}), or call fit(..., new=True) for a new folder"
     killed(process)
     lock(tmp_path).release()
 
@@ -203,7 +203,7 @@ def test_a_holder_without_words_holds_too(written: bytes, tmp_path: Path) -> Non
     (tmp_path / LOCK).write_bytes(written)
     error = refusal(tmp_path)
     assert "is in use by another process" in error.given
-    assert error.do == "wait for it, or call fit(..., new=True) for a folder of its own"
+    assert error.do == "wait for it, or call fit(..., new=True) for a new folder"
     ours.release()
 
 

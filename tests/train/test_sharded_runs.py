@@ -167,7 +167,7 @@ def fit_otherwise(rank: int, folder: str, key: str) -> dict[str, Any]:
 def test_a_rank_that_was_given_other_settings_is_named(world: Any, tmp_path: Path) -> None:
     found = world(2, fit_otherwise, str(tmp_path), "run.log_every")
     assert [one["code"] for one in found] == [78, 78], found
-    assert found[0]["error"].startswith("rank 1: started otherwise than rank 0:\n    run.log_every: 1 -> 2")
+    assert found[0]["error"].startswith("rank 1: started differently from rank 0:\n    run.log_every: 1 -> 2")
     assert not (tmp_path / "run").exists()
 
 

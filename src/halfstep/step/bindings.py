@@ -1,7 +1,7 @@
-"""The attributes of modules: bound when a window begins, bound to the same values again if it is not applied.
+"""The attributes of modules: recorded at the start of a window, rebound to the same values if it is not applied.
 
-A module whose buffer goes back while the number that guards it does not would be in a state that no step has left: a
-cache with the wrong length, a codebook that counts as initialized. So what a module binds goes back as a whole:
+If a buffer were restored but not the number that belongs to it, the module would be in a state that no step produced: a
+cache with the wrong length, a codebook marked as initialized. So all attributes of a module are restored together:
 registered buffers and parameters, and plain attributes (numbers, strings, None, tensors, tuples of these). No tensor is
 copied here.
 """

@@ -1,4 +1,4 @@
-"""The registered buffers of modules: BatchNorm statistics, counters, masks, whatever a forward pass writes."""
+"""The registered buffers of modules: BatchNorm statistics, counters, masks, anything that a forward pass writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuse or report, before a step, what is known to be wrong."""
+"""Refuse or report known mistakes before a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_trainable(model: nn.Module, optimizers: Mapping[str, torch.optim.Optim
         raise WrongUse(
             f"optimizers {', '.join(map(repr, optimizers))} hold {len(owned)} parameters, all of them frozen",
             allowed="an optimizer over parameters of the model that require a gradient",
-            do="requires_grad_(True) on what is trained, before the Stepper is built",
+            do="call requires_grad_(True) on the parameters to train, before building the Stepper",
         )
 
 
@@ -108,7 +108,7 @@ def check_surroundings(device: torch.device) -> None:
 
 
 def check_window(*, torn: bool, in_one: bool, empty: bool) -> None:
-    """Raise TornUpdate or WrongUse if a window cannot begin, or its settings cannot change, in this state."""
+    """Raise TornUpdate or WrongUse if a window cannot start, or its settings cannot change, in this state."""
     if torn:
         raise TornUpdate(
             "an optimizer, schedule or average was interrupted in the last update: the weights are neither old nor new",
@@ -143,7 +143,7 @@ def check_foreign_calls(weights_moved: bool, gradients_moved: bool) -> None:
     """Raise WrongUse if other code clipped or stepped between `backward()` and `apply()`."""
     if weights_moved:
         raise WrongUse(
-            "weights that changed between backward() and apply(): optimizer.step() was called beside the Stepper",
+            "weights changed between backward() and apply(): optimizer.step() was called directly",
             allowed="updates by stepper.apply() only; this window is dropped, but that update has happened",
             do="take optimizer.step() and scaler.step() out of the loop",
         )

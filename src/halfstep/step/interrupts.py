@@ -47,7 +47,7 @@ class Interrupts:
             return
         self._installed = False
         _set(_SIGINT, self._outer)
-        # Delivered only now, to the restored handler: the step is complete, whatever that handler raises.
+        # Delivered only now, to the restored handler: the step is complete even if that handler raises.
         waiting, self._waiting, self.interruptible = self._waiting, None, False
         if waiting is not None:
             self._outer(*waiting)

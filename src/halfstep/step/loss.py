@@ -411,7 +411,7 @@ class DynamicScale(LossScale):
             raise StateMismatch(f"a saved loss scale of {scale}", allowed="a finite number", do="start the scale anew")
         loaded.value = min(max(as_fp32(scale), loaded.floor), loaded.cap)
         loaded.growth_tracker = int(state["_growth_tracker"])
-        # Only after every check: a refused state leaves the scale as it was.
+        # Only after every check: a refused state leaves the scale unchanged.
         self.__dict__.update(loaded.__dict__)
 
     def _check(self) -> None:

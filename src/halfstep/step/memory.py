@@ -1,4 +1,4 @@
-"""Memory of tensors as integers: copied, compared and written back bit by bit, whatever the format of the numbers."""
+"""Memory of tensors as integers: copied, compared and written back bit by bit, for any number format."""
 
 from __future__ import annotations
 

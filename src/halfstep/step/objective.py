@@ -304,7 +304,7 @@ class Agreement:
         return found
 
     def abort(self, device: torch.device) -> None:
-        """Vote that this rank has failed: no rank applies this window, whatever step it is at."""
+        """Vote that this rank has failed: no rank applies this window, at any stage of the step."""
         # Token 0: with an abort in the sum, tokens are not compared.
         numbers = torch.tensor([0.0, 0.0, Votes(abort=1).packed()], dtype=torch.float64, device=device)
         self._sum(numbers, LocalFlags(None))

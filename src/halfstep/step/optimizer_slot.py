@@ -267,7 +267,7 @@ class OptimizerSlot:
         if ours["schedule"] is not None and state["schedule"] is not None:
             same_keys(f"the {ours['schedule_kind']} of {self.name!r}", ours["schedule"], state["schedule"])
         saved, held = state["optimizer"], ours["optimizer"]
-        # A wrapper around another optimizer may nest its state, or have a form of its own.
+        # A wrapper around another optimizer may nest its state, or use a different format.
         torchs = {"state", "param_groups"}
         same_keys(f"the {ours['kind']} of {self.name!r}", torchs & set(held), torchs & set(saved))
         if torchs <= set(held):
@@ -279,7 +279,7 @@ class OptimizerSlot:
             raise StateMismatch(
                 f"the {what} of {self.name!r} was saved as {saved}",
                 allowed=f"the state of {ours}, which this Stepper has",
-                do=f"build the Stepper with {saved}, or begin with a new {what}",
+                do=f"build the Stepper with {saved}, or start with a new {what}",
             )
 
     def _check_groups(self, saved: list[dict[str, Any]]) -> None:
@@ -289,7 +289,7 @@ class OptimizerSlot:
             raise StateMismatch(
                 f"optimizer {self.name!r} was saved with {many[0]} parameters in {len(saved)} groups",
                 allowed=f"{many[1]} in {len(held)}",
-                do="build the model and the optimizer as they were when they were saved",
+                do="build the model and the optimizer as in the saved run",
             )
         for mine, theirs in zip(held, saved, strict=True):
             # Newer versions of torch add options, so an older state may lack some; options are never renamed. Other
@@ -316,7 +316,7 @@ class OptimizerSlot:
                     raise StateMismatch(
                         f"{name} of parameter {index} was saved with shape {tuple(value.shape)}",
                         allowed=str(tuple(parameter.shape)),
-                        do="build the model as it was when it was saved",
+                        do="build the model as in the saved run",
                     )
 
     def load_state_dict(self, state: OptimizerSlotState) -> None:

@@ -25,7 +25,7 @@ from halfstep.out_of_memory import is_too_large
 _FAIL_TOGETHER = 1.5
 """Seconds within which ranks that fail for the same reason do so."""
 GONE = "another rank is gone: "
-"""How the message about a lost rank begins where nobody knows which one it was."""
+"""The start of the message about a lost rank whose number is unknown."""
 _GONE, _UNKNOWN, _MEMORY = "gone", "?", "memory"
 
 _ALL_RANKS = nullcontext()
@@ -76,7 +76,7 @@ class Ranks:
             self.wait(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def collectives(self) -> int:
-        """Return how many collectives of the group were begun on this rank."""
+        """Return the number of collectives of the group started on this rank."""
         group: Any = dist.group.WORLD if self.group is None else self.group
         return int(group._get_sequence_number_for_group())
 
@@ -260,9 +260,9 @@ class Together:
         """Inform the other ranks of an error here.
 
         `complete` joins the collectives in which they wait, `vote` votes to abort in the agreement, and `begun` returns
-        which collectives this rank had begun.
+        the collectives that this rank has started.
         """
-        # Read first: `complete` begins further collectives.
+        # Read first: `complete` starts further collectives.
         place = begun()
         if not _published(self.ranks, window, error):
             self._part(error)

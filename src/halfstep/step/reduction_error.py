@@ -24,7 +24,7 @@ class ReductionError:
     """
 
     def __init__(self, model: nn.Module, attempted: Callable[[], int]) -> None:
-        """Measure a model under `fully_shard`; `attempted` returns the steps begun so far, the same on all ranks."""
+        """Measure a model under `fully_shard`; `attempted` returns the steps started so far, the same on all ranks."""
         self._attempted = attempted
         # Float64: over a model of 10**9 gradients, sums of fp32 squares would lose digits themselves.
         self._squares: Tensor | None = None
@@ -36,7 +36,7 @@ class ReductionError:
 
     @property
     def is_due(self) -> bool:
-        """Whether the present step is measured: decided alike on all ranks, for each of them has to take part."""
+        """Whether the current step is measured: the same on all ranks, because each of them has to take part."""
         return self._attempted() % EVERY == 1 % EVERY
 
     def add(self, narrow: Tensor, wide: Tensor) -> None:

@@ -72,10 +72,10 @@ class Replicated(Synchroniser):
     def _end(self) -> None:
         self._sent = self._finished = False
         self._before_backward = -1
-        """Collectives before the last backward; -1 while it cannot have begun."""
+        """Collectives before the last backward; -1 while it cannot have started."""
 
     def begin(self, microbatches: int) -> None:
-        """Begin a window, with rank 0's buffers on every rank."""
+        """Start a window, with rank 0's buffers on every rank."""
         self._end()
         self._send()
 
@@ -110,7 +110,7 @@ class Replicated(Synchroniser):
         self.run(_reaches_nothing if self._finds_unused else _reaches_all, None, True).backward()
 
     def complete(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> bool:
-        """Send the buffers and buckets that this rank has not sent yet."""
+        """Send the remaining buffers and buckets of this rank."""
         self._send()
         if self._finished:
             return True
@@ -152,7 +152,7 @@ class Wrapped(Synchroniser):
         self._entered = True
 
     def begin(self, microbatches: int) -> None:
-        """Begin a window."""
+        """Start a window."""
         self._entered = self._finished = False
         self._before_backward = -1
 
@@ -177,7 +177,7 @@ class Wrapped(Synchroniser):
         self._finished = True
 
     def complete(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> bool:
-        """Send the buffers and buckets that this rank has not sent yet."""
+        """Send the remaining buffers and buckets of this rank."""
         if self._finished:
             return True
         if not self._entered:
@@ -212,7 +212,7 @@ class Averaged(Synchroniser):
         return self
 
     def begin(self, microbatches: int) -> None:
-        """Begin a window."""
+        """Start a window."""
         self._finished = False
 
     def run(self, loss_fn: LossFunction, batch: Any, last: bool) -> Any:
@@ -235,7 +235,7 @@ class Averaged(Synchroniser):
         self._finished = True
 
     def complete(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> bool:
-        """Take part in `finish`, with whatever gradients there are: the window is dropped anyway."""
+        """Take part in `finish` with the gradients at hand: the window is dropped anyway."""
         if not self._finished:
             self.finish(gradients)
         return True
@@ -278,7 +278,7 @@ def _reduce_rest(wrapped: DistributedDataParallel, begun: int, ranks: Ranks) -> 
 class SentBuffers:
     """The buffers that rank 0 sends to the others in every window: always the same tensors, of the same sizes.
 
-    A buffer may be rebound, or exist on some ranks only, where another one had no batch; what is sent must not depend
+    A buffer may be rebound, or exist on some ranks only, if another rank had no batch; the tensors sent must not depend
     on that.
     """
 

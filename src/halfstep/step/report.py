@@ -79,9 +79,9 @@ class StepReport(NamedTuple):
 class Guard(Protocol):
     """A check of a step that would be applied; it may refuse it.
 
-    The report is the one that applying would give. Its numbers are the same on all ranks, and a guard must decide from
-    them alone, so that all ranks decide alike. A guard with `same_on_all_ranks = True` promises that it cannot fail on
-    one rank only; others cost one more agreement.
+    The report is the one that an applied step would return. Its numbers are the same on all ranks, and a guard must use
+    only these, so that all ranks make the same decision. A guard with `same_on_all_ranks = True` promises that it
+    cannot fail on one rank only; others cost one more collective.
     """
 
     name: str

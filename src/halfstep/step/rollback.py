@@ -132,7 +132,7 @@ class Rollback:
         self.batch_written: list[str] = []
         """Paths of the batch's tensors that this window was seen to write."""
 
-    # -- what is covered ----------------------------------------------------------------------------------------
+    # -- scope --------------------------------------------------------------------------------------------------
 
     def include(self, thing: Any) -> None:
         """Cover one more module as a whole, or an object with `state_dict`; raise WrongUse for anything else.
@@ -309,7 +309,7 @@ class Rollback:
     # -- in an observed window ----------------------------------------------------------------------------------
 
     def observe(self, batch: Mapping[int, str], name_of: Callable[[Tensor], str | None]) -> None:
-        """Begin an observed window.
+        """Start an observed window.
 
         `batch` has the storages of the batch with their paths; `name_of` finds a name for a tensor outside of modules.
         """
@@ -448,7 +448,7 @@ class Rollback:
                     self._written.add(name)
 
     def accept_updates(self) -> None:
-        """Take what was written until now for an update of somebody else, which no skip can restore."""
+        """Treat all writes so far as an update by other code, which no skip restores."""
         self._unseen.remember()
 
     def look_after_error(self) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BLOCK, ISLAND, NORMS, ROOT = "block", "island", "norms", "root"
 NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""Layers that autocast leaves in fp32, or whose kernels refuse 16-bit weights beside fp32 inputs, as on a CPU."""
+"""Layers that autocast leaves in fp32, or whose kernels refuse 16-bit weights with fp32 inputs, as on a CPU."""
 _ENOUGH, _MANY = 1 / 256, 1 << 20
 """A block is a unit with this share of the model's parameters, or with this many: Llama 3 405B has 126 blocks."""
 _LARGE = 1 / 8

@@ -1,7 +1,7 @@
 """Synchronize a model under FSDP2's fully_shard: count its collectives, and repeat them where a rank fails.
 
 FSDP2 gathers parameters in forward and backward, so the others wait for a rank in every layer. A rank that fails runs
-the last successful micro-batch once more, for its collectives only, and leaves out those that it had already begun.
+the last successful micro-batch once more, for its collectives only, without those that it had already started.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Traffic:
         self.start()
 
     def start(self, *, done: Sequence[tuple[str, int]] = (), silent: bool = False, until: float | None = None) -> None:
-        """Begin a micro-batch. `done`: collectives that were begun before; `silent`: send gradients as zeros."""
+        """Start a micro-batch. `done`: collectives started before; `silent`: send gradients as zeros."""
         self.seen: list[tuple[str, int]] = []
         self.silent, self._done, self._until = silent, list(done), until
 
@@ -141,7 +141,7 @@ class Sharded(Synchroniser):
     # -- a window -----------------------------------------------------------------------------------------------
 
     def begin(self, microbatches: int) -> None:
-        """Begin a window, and publish how many micro-batches it has."""
+        """Start a window, and publish its number of micro-batches."""
         self._end()
         self._window, self._since = microbatches, time.perf_counter()
         self._traffic.start()
@@ -191,7 +191,7 @@ class Sharded(Synchroniser):
             self.model.set_requires_gradient_sync(True)
             with autocast:
                 losses = loss_fn(self.model, batch)
-            if place == 0:  # the others have begun the window too, since they sent their parameters
+            if place == 0:  # the others have started the window too, since they sent their parameters
                 length = max(1, *map(int, self._ranks.published("micro-batches")))
             self.model.set_requires_gradient_sync(place == length - 1)
             _backward_from(losses)
@@ -210,7 +210,7 @@ class Sharded(Synchroniser):
     def complete(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> bool:
         """Repeat the last successful micro-batch for the collectives that the others wait in.
 
-        Returns False if there is none, or if its collectives are not those that were begun.
+        Returns False if there is none, or if its collectives differ from the started ones.
         """
         if self._finished:
             return True
@@ -228,14 +228,14 @@ class Sharded(Synchroniser):
                 with autocast:
                     losses = self._good[0](self.model, self._good[1])
                 _backward_from(losses)
-                # Only the interrupted micro-batch had begun collectives.
+                # Only the interrupted micro-batch had started collectives.
                 done = []
         except Exception:
             return False
         return True
 
     def _can_skip(self, done: Sequence[tuple[str, int]]) -> bool:
-        """Return whether the collectives begun here are those that the last successful run would have begun."""
+        """Return whether the collectives started here match those of the last successful run."""
         if not done:
             return True
         # Collectives of tensor parallel, and the reduction over replicas, cannot be left out.
@@ -243,7 +243,7 @@ class Sharded(Synchroniser):
 
     @property
     def begun(self) -> str:
-        """The collectives that were begun in this window."""
+        """The collectives started in this window."""
         return f"{self._runs} {self._finished} {self._traffic.seen if self._current is not None else []}"
 
     # -- nothing stays ------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def _narrows(group: Any, island: nn.Module) -> bool:
 def _narrow_island(path: str, narrow: object) -> WrongUse:
     return WrongUse(
         f"the island {path!r} in a shard that FSDP2 gathers in {narrow}",
-        allowed="an island that is sharded by itself, and has not run yet",
+        allowed="an island that is sharded by itself, before its first forward pass",
         do=f"fully_shard(model.{path}, mp_policy=MixedPrecisionPolicy()) before fully_shard(model)",
     )
 

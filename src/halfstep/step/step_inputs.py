@@ -17,7 +17,7 @@ from halfstep.step.objective import Objective
 from halfstep.step.sync import LossFunction
 
 # -- held -------------------------------------------------------------------------------------------------------------
-# Find what a loss function holds: other modules, and random number generators of its own.
+# Find the other modules and the random number generators that a loss function holds.
 
 
 _CONTAINERS = (dict, list, tuple, set)
@@ -36,7 +36,7 @@ class Holdings:
         self._function: Any = None
         self._near: list[tuple[str, Any]] = []
         self.modules: list[nn.Module] = []
-        """Modules beside the model; none of them is part of another one here."""
+        """Modules other than the model; none of them is part of another one here."""
         self._generators: list[torch.Generator] = []
 
     def look(self, function: Any) -> list[nn.Module]:
@@ -168,7 +168,7 @@ class TensorNames:
 
 
 class StepInputs(NamedTuple):
-    """The current step, or the last one. It refers to the batch, which lives until the next step begins."""
+    """The current step, or the last one. It refers to the batch, which lives until the next step starts."""
 
     loss_fn: LossFunction | None
     """None in the context form without `rerun`, which cannot be run again."""
@@ -187,7 +187,7 @@ class StepInputs(NamedTuple):
 
     def has(self, objectives: Sequence[Objective]) -> None:
         """Set the losses of this step."""
-        assert self.reaches is not None, "read from disk, and asked about a step that begins"
+        assert self.reaches is not None, "read from disk, so it has no new step"
         for objective in objectives:
             loss = objective.loss
             self.factors[loss.name] = Factor(loss.scale.value, loss.base_count)

@@ -40,7 +40,7 @@ class Stepper(StepperBase):
 
     `loss_fn(model, batch)` returns a loss, `Counted(sum, count)`, `Out(loss, aux=...)`, or a dict of losses.
 
-    A skipped step leaves every tensor as it was: parameters and buffers of the model and of the modules that the loss
+    A skipped step leaves every tensor unchanged: parameters and buffers of the model and of the modules that the loss
     function holds, optimizer state, schedule and average. State outside of torch is not rolled back: Python numbers and
     lists, files, metrics; `include()` covers objects with a `state_dict`.
     """
@@ -117,7 +117,7 @@ class Stepper(StepperBase):
         self._last_objectives, self._objectives, self._aux, self._pending = self._objectives, [], [], []
         self._concluding = False
         self.counts.attempted += 1
-        # From here on an error rolls the window back; whatever was done before needs no undoing.
+        # From here on an error rolls the window back; nothing before this point needs a rollback.
         self._open = slots
         self._synchroniser.begin(len(microbatches) if loss_fn else 0)
 
@@ -205,7 +205,7 @@ class Stepper(StepperBase):
     def _conclude(self, aux: Any, *, no_batch: bool = False) -> StepReport | None:
         if isinstance(self._scope, Watch):
             self._scope.judge()
-        # From here on no rank may leave for a reason of its own: Ctrl-C has to wait.
+        # From here on no rank may leave on its own: Ctrl-C has to wait.
         self._interrupts.interruptible, self._concluding = False, True
         self._synchroniser.finish([slot.gradients for slot in self._open])
         if self.on_gradients is not None:
@@ -272,8 +272,8 @@ class Stepper(StepperBase):
     def _bad_buffer(self) -> bool:
         """Return whether this window made a buffer non-finite, here or on another rank."""
         self.bad_buffer = self._rollback.first_not_finite()
-        # The flag on the device does not know whether the buffer was non-finite before the window. One rank can look;
-        # several must decide alike, and another one may have found its own.
+        # The flag on the device does not show whether the buffer was non-finite before the window. A single rank can
+        # look; several ranks must make the same decision, and another one may have a bad buffer of a different name.
         return self.bad_buffer is not None or self.ranks.size > 1
 
     def _step_without_batch(self) -> StepReport | None:
@@ -293,7 +293,7 @@ class Stepper(StepperBase):
     # -- the end of a window ------------------------------------------------------------------------------------
 
     def _decide(self, report: StepReport) -> None:
-        """Apply or roll back, count, adjust the scale, close. Once begun, the work is always finished."""
+        """Apply or roll back, count, adjust the scale, close. Once started, the work is always finished."""
         # Calls in a list rather than statements: if one of them is interrupted, `_leave` continues with the rest.
         end = [lambda: self.counts.count(report.reason), *(o.adjust for o in self._objectives), self._close]
         if report.applied:
@@ -321,7 +321,7 @@ class Stepper(StepperBase):
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Inform the other ranks of an error here: every rank drops the window, as if it had never begun."""
+        """Inform the other ranks of an error here: every rank drops the window and restores the state before it."""
         self._interrupts.interruptible = False
         if self.ranks.size > 1 and not self._agreed:
             self._agreed = True
@@ -344,7 +344,7 @@ class Stepper(StepperBase):
             self._synchroniser.rebuild()
 
     def _abandon(self) -> None:
-        """Drop the window after an error: as if it had never begun."""
+        """Drop the window after an error and restore the state before it."""
         if self._open and not self._pending:
             forget = [objective.loss.forget for objective in self._objectives]
             taken_back = [self._rollback.look_after_error, self._rollback.restore, *forget, self._synchroniser.abandon]
@@ -436,7 +436,7 @@ class Stepper(StepperBase):
             return report
 
     def discard(self) -> None:
-        """Drop a window that was begun with `forward()`, as if it had never begun."""
+        """Drop a window opened with `forward()` and restore the state before it."""
         with self._interrupts:
             self._abandon()
 
@@ -446,7 +446,7 @@ class Stepper(StepperBase):
 
 
 class _OrAbandon:
-    """A context in which any error drops the window, as if it had never begun, and is raised again."""
+    """A context in which any error drops the window, restores the state before it, and is raised again."""
 
     def __init__(self, window: Stepper) -> None:
         self._window = window

@@ -208,7 +208,7 @@ class StepperBase:
 
     @property
     def in_window(self) -> bool:
-        """Whether a window was begun with `forward()` and not concluded yet."""
+        """Whether a window opened with `forward()` is still open."""
         return bool(self._open)
 
     @property
@@ -297,7 +297,7 @@ class StepperBase:
     def own_state(self) -> dict[str, Any]:
         """Return the state without optimizers and schedules, for a loop whose own checkpoints have those.
 
-        Inside a window it is the state before it, as if the window had never begun.
+        Inside a window it is the state before the window.
         """
         counts = self.counts.state_dict()
         counts["attempted"] -= int(bool(self._open) and not self._concluding)

@@ -35,7 +35,7 @@ class Synchroniser(ABC):
         self.model = model
 
     def begin(self, microbatches: int) -> None:
-        """Begin a window; `microbatches` is 0 if their number is not known."""
+        """Start a window; `microbatches` is 0 if their number is unknown."""
         return
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Synchroniser(ABC):
 
     @property
     def begun(self) -> str:
-        """The collectives begun here in this window, as text that is equal on ranks at the same point."""
+        """The collectives started here in this window, as text that is equal on ranks at the same point."""
         return ""
 
     def abandon(self) -> None:

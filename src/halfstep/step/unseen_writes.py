@@ -42,7 +42,7 @@ class _Part(NamedTuple):
     start: int
     end: int
     rows: list[Tensor] | None
-    """What is summed or compared, see `_rows`; None for a tensor that is held weakly, whose memory is looked up."""
+    """The rows to sum or compare, see `_rows`; None for a weakly referenced tensor, whose memory is looked up."""
 
 
 class _Group:
@@ -196,7 +196,7 @@ class UnseenWrites:
             pairs = zip(versions, self._versions, strict=True)
             found = {place for place, (now, before) in enumerate(pairs) if now != before}
             if group is not None and len(self._groups) == 1:
-                # `set_` increases the version, and leaves the memory as it was.
+                # `set_` increases the version but does not change the memory.
                 moved = {place for place in found if not same_place(self._tensors[place], self._aliases[place])}
                 found -= moved - self._differing(group) if moved else set()
         if group is not None and any(flags):
@@ -223,7 +223,7 @@ class UnseenWrites:
         self._suspects = [_Group(parts) for _ in range(_LOOKS)]
 
     def restore(self) -> None:
-        """Give the tensors the memory that they had before the window; what was written there in place stays."""
+        """Restore the storage that the tensors had before the window; in-place writes to it stay."""
         put_back_places(zip(self._tensors, self._aliases, strict=True))
 
     def release(self) -> None:

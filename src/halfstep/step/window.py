@@ -92,5 +92,5 @@ def _out_of_turn(given: str) -> WrongUse:
     return WrongUse(
         given,
         allowed="forward() and backward(loss) for each micro-batch, with last=True for the last one, then apply()",
-        do="call what is missing, or stepper.discard() to drop what the window holds",
+        do="make the missing call, or call stepper.discard() to drop the window",
     )

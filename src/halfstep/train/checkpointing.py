@@ -112,7 +112,7 @@ def _claim(folder: Path, launch: str) -> None:
             raise FolderTaken(
                 f"{folder / LOCK} is not the lock of this launch here: another one has taken the folder",
                 allowed="one launch a folder",
-                do=f"stop the other one, or {add_option('new')} for a folder of its own",
+                do=f"stop the other one, or {add_option('new')} for a new folder",
             )
         time.sleep(0.05)
     check_ownership(folder)
@@ -138,7 +138,7 @@ def diverged(given: str) -> WeightsNotFinite:
     return WeightsNotFinite(
         given,
         allowed="weights that are finite",
-        do=f"{add_option('new')} to begin again, with a lower optimizer.lr, or with train.clip_norm",
+        do=f"{add_option('new')} to start again, with a lower optimizer.lr, or with train.clip_norm",
     )
 
 
@@ -154,11 +154,11 @@ class Checkpoints:
         self._asked_for = -1
         self._held_back = False
         self.failures = 0
-        self._failure = NotCommitted("it was never begun")
+        self._failure = NotCommitted("the save did not start")
         self.last: SaveResult | None = None
         """The newest checkpoint on disk."""
         self.doubt = ""
-        """For a run that was stopped while steps failed: what was saved or not saved, and why."""
+        """For a run stopped while steps failed: the state that was saved or not saved, and why."""
 
     def save(self) -> None:
         """Save the state of the run between two steps; raise ReplicasDiffer where the ranks do not hold the same."""
@@ -239,7 +239,7 @@ class Checkpoints:
     def stopped(self, signal: str, planned: int) -> None:
         """End the run with its last checkpoint: raise Stopped, or StorageFailed where that save failed."""
         self.finish()
-        # The save of this stop failed where the newest checkpoint is older than what was requested.
+        # The save of this stop failed if the newest checkpoint is older than the requested one.
         if self.last is None or self.last.attempt < self._asked_for:
             if self._failure.is_nonfinite:
                 raise self._stopped_without_numbers(signal, planned)
@@ -261,7 +261,7 @@ class Checkpoints:
         return Stopped(
             f"{at}: the newest checkpoint is {_name(self.last)}; "
             f"the state since then is not finite and was not kept ({self._failure})",
-            do="start it again with the same command to go on from there; if that ends alike, change the recipe",
+            do="start it again with the same command to continue; if it ends the same way, change the recipe",
         )
 
     def _record(self, results: Iterable[SaveResult]) -> None:
@@ -307,8 +307,8 @@ class Checkpoints:
         if saved.failure is not None and saved.failure.lacks_memory:
             return OutOfMemory(
                 given,
-                allowed="host memory for a copy of the state, beside the training and its workers",
-                do="free memory, or start it with fewer train.num_workers: it goes on from the last whole checkpoint",
+                allowed="host memory for a copy of the state, in addition to the training and its workers",
+                do="free memory, or start it with fewer train.num_workers: it continues from the last checkpoint",
             )
         return StorageFailed(
             given,

@@ -98,7 +98,7 @@ def _line(path: Path) -> str:
 
 
 # -- auto choices -----------------------------------------------------------------------------------------------------
-# Values that are measured once, when a run begins: measured again, they could differ.
+# Values measured once, at the start of a run: measured again, they could differ.
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def check_generators(state: Any, device: torch.device) -> None:
             raise StateMismatch(
                 f"random numbers of {name} were saved in another form: {_form(state[name])}",
                 allowed=f"{_form(generator)}, as on this device",
-                do="run it on the kind of device, and with the versions, that it was begun with",
+                do="run it on the original kind of device, with the original versions",
             )
 
 

@@ -208,7 +208,7 @@ def _check(what: str, own: Mapping[str, Mapping[str, object]], saved: Mapping[st
                 raise StateMismatch(
                     f"{what}: {name} was {_form(saved[path][name])}",
                     allowed=f"{_form(value)}, as it is now",
-                    do=f"measure with the metrics that the run was begun with, or {begin_again()}",
+                    do=f"use the run's original metrics, or {begin_again()}",
                 )
 
 

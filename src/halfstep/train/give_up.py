@@ -277,9 +277,9 @@ def _is_in_the_code(error: Diverged) -> bool:
 
 def _kept(checkpoints: Checkpoints, none_is_good: bool) -> str:
     if checkpoints.last is None:
-        return "no checkpoint was written yet: the run begins again from step 0"
+        return "no checkpoint was written yet: the run starts again from step 0"
     if none_is_good:
-        return "the weights were spoilt before the oldest checkpoint was taken: the run must begin again"
+        return "the weights were already bad in the oldest checkpoint: the run must start again"
     at = f"{checkpoints.last.attempt:,}"
     return f"the last good checkpoint is {checkpoints.name}, of step {at}: the run goes on from it"
 

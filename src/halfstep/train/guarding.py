@@ -94,7 +94,7 @@ class DisabledGuard:
         return True
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state as it was saved."""
+        """Return the saved state."""
         return dict(self._state)
 
 

@@ -164,7 +164,7 @@ class Loop:
         return EARLY if self._enough() else FINISHED
 
     def attempts(self) -> Iterator[StepReport]:
-        """Yield the report of every step as it is taken. An epoch that has begun always ends with its evaluation."""
+        """Yield the report of every step. A started epoch always ends with its evaluation."""
         self.model.train()
         self._stop_if_alone()
         # A state that cannot be saved is reported now, not after hours of training.
@@ -248,7 +248,7 @@ class Loop:
                 return
 
     def _tell_stage(self, doing: str) -> None:
-        """Emit, before the first step of this launch, what takes so long: it may be a minute."""
+        """Emit the current stage before the first step of this launch, which may take a minute."""
         if self._is_fresh:
             self.journal.emit(events.STAGE, text=doing)
 
@@ -260,7 +260,7 @@ class Loop:
         """Save where it is due, record finished saves, and stop where that was requested."""
         ended = self.progress.step_in_epoch == self.train.steps_per_epoch or self.progress.attempts >= self.planned
         by_steps = self.progress.attempts % self.recipe.checkpoint.every_steps == 0
-        # By the clock of rank 0, which all ranks have heard of within the step's own collective.
+        # By the clock of rank 0, which reaches all ranks with the step's agreement vector.
         if ended or by_steps or self.stepper.save_agreed:
             # Replaced samples count toward the budget in the checkpoint, so all ranks need the same set first.
             self.beat("saving")
@@ -268,7 +268,7 @@ class Loop:
             self.checkpoints.save_unless(self.guarding.alarmed)
         self.checkpoints.replicas.check_if_due(self.time_left.per_step)
         self.checkpoints.record_finished()
-        # All ranks agree on `hands` within the step's own collective, so they stop after the same step.
+        # The stop votes are all-reduced with the step's agreement vector, so all ranks stop after the same step.
         self._stop_if_asked(self.stepper.stop_votes)
 
     def _stop_if_alone(self) -> None:
@@ -330,13 +330,13 @@ class Loop:
     def _skipped(self, report: StepReport, window: Sequence[Batch]) -> dict[str, list[int]]:
         """Return the samples of a skipped step; those with non-finite values are left out of the next epochs."""
         ids, nonfinite = self.sample_reports.suspects(window)
-        # A guard refuses a step for reasons of its own, not for non-finite samples.
+        # A guard has its own reasons to refuse a step; non-finite samples are not among them.
         if nonfinite and refused_by(report.reason) is None:
             self.progress.suspected = sorted({*self.progress.suspected, *nonfinite})
         return {"ids": ids, "quarantined": nonfinite}
 
     def _tell_observed(self) -> None:
-        """Emit what was observed, once per precision: a guard may change it."""
+        """Emit the observed precision once per precision: a guard may change it."""
         seen = self.stepper.observed
         if seen is not None and seen is not self._observed:
             self._observed = seen
@@ -458,7 +458,7 @@ class Loop:
     def _judge(self, epoch: int, val: dict[str, float]) -> bool:
         if self.task.metric not in val:
             raise BadData(
-                f"the metric {self.task.metric!r} is not among what was measured",
+                f"the metric {self.task.metric!r} was not measured",
                 allowed=", ".join(sorted(val)),
                 do=f"set metric of {type(self.task).__name__} to one of these",
             )

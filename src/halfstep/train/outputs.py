@@ -84,7 +84,7 @@ class RunOutputs:
                 gather_weights(model)
             return
         if not is_finite:
-            text = f"{name} is kept as it was: the weights now hold numbers that are not finite"
+            text = f"{name} is unchanged: the current weights are not finite"
             if not (self.folder / name).exists():
                 text = f"{name} is not written: the weights hold numbers that are not finite"
                 self._unwritten[name] = diverged(text)
@@ -98,7 +98,7 @@ class RunOutputs:
             write(self.folder / name)
         except NOT_WRITTEN as error:
             self._unwritten[name] = _storage_failed(name, _in_words(error))
-            text = f"{name} is kept as it was: {_in_words(error)}"
+            text = f"{name} is unchanged: {_in_words(error)}"
             self._journal.emit(events.NOTE, text=text, level="warning")
             return
         self._unwritten.pop(name, None)

@@ -26,7 +26,7 @@ from halfstep.train.peer_watch import PeerWatch
 from halfstep.train.signals import not_begun, stop_at_once
 
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""The variable with which torchrun gives every attempt a store of its own."""
+"""The variable that makes torchrun give every attempt a separate store."""
 
 
 _groups = itertools.count()

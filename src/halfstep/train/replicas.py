@@ -99,7 +99,7 @@ def _differing(group: Any, tensors: dict[str, Tensor]) -> list[str]:
     if not tensors:
         return []
     here = next(iter(tensors.values())).device
-    # An optimizer may count its steps on the host beside weights on a device.
+    # An optimizer may keep its step count on the host while the weights are on a device.
     sums = torch.stack([_checksum(tensor).to(here, non_blocking=True) for tensor in tensors.values()])
     same = distributed.equal_on_all(sums, group)
     # The one read of the device where all is well.

@@ -142,7 +142,7 @@ def find(folder: Path) -> FoundCheckpoint | None:
     name, attempt, number = newest
     generation = CheckpointDir(folder / CHECKPOINTS / name, attempt, number)
     manifest = read_manifest(generation)
-    # Each rank has files of its own, with its own buffers and random state.
+    # Each rank has separate files, with its own buffers and random state.
     rank = distributed.rank() if manifest.world_size == distributed.size() else 0
     plain = distributed.fail_together(lambda: checked_components(read_plain(generation, rank), str(generation.path)))
     return FoundCheckpoint(generation, manifest, rank, plain, rejected)
@@ -199,7 +199,7 @@ def _was_saved(folder: Path) -> bool:
 
 
 def _mentions_checkpoint(event: events.Event) -> bool:
-    # A resume cuts the event of its own checkpoint out of the journal; the event of the resume stays.
+    # A resume cuts its checkpoint's event out of the journal; the event of the resume stays.
     resumed = event.get("resumed")
     return event.get("kind") == "checkpoint" or (isinstance(resumed, dict) and bool(resumed.get("checkpoint")))
 
@@ -336,7 +336,7 @@ def _last_attempt(folder: Path, after: int = 0) -> int:
 
 
 # -- other ranks ------------------------------------------------------------------------------------------------------
-# Restore what another number of ranks saved, or what was sharded in another way.
+# Restore a state saved with another number of ranks, or sharded in another way.
 
 
 _HOST = torch.empty(0).device
@@ -374,10 +374,10 @@ def _parameter_of(name: str, plain: Mapping[str, Any]) -> str:
 
 
 def for_these_ranks(live: RunObjects, saved: State, manifest: Manifest) -> State:
-    """Return the saved state for the ranks and micro-batches that there are now; samples and their order stay.
+    """Return the saved state for the current ranks and micro-batches; samples and their order stay.
 
-    With another number of ranks, random generators are seeded anew, since each rank had its own, and the training
-    metrics of the epoch begin anew. Raises StateMismatch where these ranks would take other samples in a step.
+    With another number of ranks, random generators are seeded again, since each rank had its own, and the training
+    metrics of the epoch restart. Raises StateMismatch if these ranks would use different samples in a step.
     """
     train, ranks = live.recipe.train, distributed.size()
     before = saved.recipe["train"]["batch_size"] * saved.recipe["train"]["microbatches"] * manifest.world_size

@@ -26,7 +26,7 @@ from halfstep.train.resume import find, resume_from
 from halfstep.train.state import COMPONENTS, State, restore
 
 Build = Callable[[Path, AutoChoices | None, Remedies | None], Loop]
-"""Builds a loop in a folder, with what was chosen automatically when the run began and the remedies of its guard."""
+"""Builds a loop in a folder, with the automatic choices of the run's start and the remedies of its guard."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def prove(
         # 2k steps in one go, and 2k in two parts.
         counted = _Counted(on_progress, 4 * steps)
         one = _whole_part(loop, begin, 2 * steps, counted)
-        # Removed before the second way begins: the disk needs room for one run at a time.
+        # Removed before the second way starts: the disk needs room for one run at a time.
         shutil.rmtree(folder / "one")
         two = _in_two_parts(build, _made(folder / "two"), (loop.live.auto_choices, remedies), begin, steps, counted)
     return _judged(one, two, steps, begin.attempt if begin else 0)
@@ -188,7 +188,7 @@ def _save(loop: Loop) -> None:
         raise StorageFailed(
             f"there is nothing to resume from: {notes.texts[-1] if notes.texts else 'the save failed'}",
             allowed="a finite state, and room for three checkpoints in the folder for temporary files",
-            do="set TMPDIR to a folder with room; where the state is not finite, take a run that has not gone wrong",
+            do="set TMPDIR to a folder with room; if the state is not finite, use a healthy run",
         )
 
 

@@ -248,7 +248,7 @@ def _watch(folder: Path, before: StatusFile, now_does: Now) -> None:
 
 
 def _heartbeat(status: StatusFile) -> tuple[object, ...]:
-    # Files of earlier versions have no `beat`: their time of writing moves, whatever the clock says.
+    # Files of earlier versions have no `beat`: their time of writing changes even if the clock is wrong.
     return status.launch, status.beat, status.time, status.step, status.phase
 
 
@@ -279,7 +279,7 @@ def _journal(folder: Path) -> list[os.stat_result]:
 
 
 def _has_open(pid: int, files: Collection[os.stat_result]) -> bool:
-    """Return whether a process has one of these files open; True where that cannot be told.
+    """Return whether a process has one of these files open; True if that is unknown.
 
     The status in a copied folder names the process of the original, which has nothing to do with the copy.
     """
@@ -330,7 +330,7 @@ def run_dir(recipe: Any, label: str) -> Path:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A locked folder of a run, and what was found in it."""
+    """A locked folder of a run, and its contents."""
 
     path: Path
     state: State
@@ -550,9 +550,9 @@ def _finished(path: Path, changed: list[Change], recipe: Any, before: SavedRun) 
 
 
 def _other_length(path: Path, asked: tuple[int | None, int | None], before: SavedRun) -> FolderTaken:
-    given = f"{path} holds this run, finished after {in_words(before.length)}; {in_words(asked)} are asked for now"
+    given = f"{path} holds this run, finished after {in_words(before.length)}; {in_words(asked)} are requested now"
     if is_longer(asked, before.length) is False:
-        return FolderTaken(given, allowed="one run a folder; what was trained is not taken back", do=_another_folder())
+        return FolderTaken(given, allowed="one run per folder; a run cannot be shortened", do=_another_folder())
     extend = (
         f"{add_option('extend')} to go on to {in_words(asked)}, with {option('rewarm')} for a new warm-up and decay"
     )
@@ -564,14 +564,14 @@ def _other_length(path: Path, asked: tuple[int | None, int | None], before: Save
 
 
 def _another_folder() -> str:
-    return f"{add_option('new')} for a folder of its own"
+    return f"{add_option('new')} for a new folder"
 
 
 def _nothing_to_extend(path: Path) -> FolderTaken:
     return FolderTaken(
         f"{option('extend')}, and there is no run in {path}",
-        allowed="a run that is there; run.dir=FOLDER names another one",
-        do=f"leave {option('extend')} out to begin it",
+        allowed="an existing run; run.dir=FOLDER names another one",
+        do=f"remove {option('extend')} to start it",
     )
 
 

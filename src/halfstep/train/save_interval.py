@@ -67,7 +67,7 @@ class SaveClock:
         self._blocked: list[float] = []
 
     def saved(self) -> None:
-        """Count the time from here: a save was begun, for whatever reason."""
+        """Restart the timer: a save was started, for any reason."""
         self._last = self._clock()
 
     def timed(self, blocked: float) -> None:

@@ -97,7 +97,7 @@ def _unknown(model: nn.Module, part: str) -> UnknownName:
     near = difflib.get_close_matches(part, sorted(names), n=1, cutoff=0.6)
     top = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
     return UnknownName(
-        f"model.freeze names {part!r}, which the model has not, or which has no parameters",
+        f"model.freeze: the model has no module {part!r} with parameters",
         allowed=f"{', '.join(top[:20])}, or a part of one, such as {max(names, key=len, default='none')}",
         do=f"did you mean {near[0]!r}?" if near else "use one of the allowed names",
     )
@@ -115,7 +115,7 @@ class Still:
     """A mixin for normalization layers with frozen statistics: `train()` has no effect."""
 
     def train(self, mode: bool = True) -> Any:
-        """Set evaluation mode, whatever `mode` is."""
+        """Set evaluation mode, ignoring `mode`."""
         return super().train(False)  # type: ignore[misc]
 
 
@@ -309,7 +309,7 @@ class LRSchedule(ABC):
     """A factor of the learning rate. An object, not a function: LambdaLR saves the state of objects only."""
 
     parts: Sequence[Sequence[int]] = ()
-    """The parts of an extended run; the curve stays at the end of a part until the next one begins."""
+    """The parts of an extended run; the curve stays at the end of a part until the next one starts."""
 
     def __init__(self, options: ScheduleOptions, total: int, per_epoch: int) -> None:
         found = parts_of(options, total, per_epoch)

@@ -156,12 +156,12 @@ def synchronize_batchnorm(model: nn.Module, device: torch.device) -> None:
 
 
 def compile_blocks(units: Sequence[ShardUnit]) -> None:
-    """Compile each block of a model that will be sharded; raise BadRecipe for a model without blocks of its own.
+    """Compile each block of a model that will be sharded; raise BadRecipe for a model without blocks.
 
     Not the whole model: a graph through it would be broken by the gathers of every unit, and by those of the norms in
     a block only a few times. Blocks of the same kind share the code of the first.
     """
-    # torch.compile passes over torch's own layers in silence where they are called directly.
+    # torch.compile silently skips torch's own layers if they are called directly.
     blocks = [
         module
         for unit in units
@@ -170,7 +170,7 @@ def compile_blocks(units: Sequence[ShardUnit]) -> None:
     ]
     if not blocks:
         raise BadRecipe(
-            "train.compile and shards of a model without repeated blocks of its own",
+            "train.compile and shards of a model without repeated blocks",
             allowed="one of them; a sharded model is compiled block by block",
             do="write train.compile=false, or world=ddp where the model fits",
         )

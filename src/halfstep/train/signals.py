@@ -249,7 +249,7 @@ class Stopping:
         self._later(LEAVING, lambda: self._end(INTERRUPTED, IN_A_STEP))
 
     def _leave_unbegun_soon(self, name: str) -> None:
-        """See to it that a run that is asked to stop before its first step leaves, whatever it waits for."""
+        """Make a run that is asked to stop before its first step exit, even if it is blocked."""
 
         def leave() -> None:
             if self._received.when == BEFORE_STEPS:
@@ -299,7 +299,7 @@ def _say_last(reason: str) -> None:
 
 
 def asked_to_stop() -> str | None:
-    """Return the name of the signal that requested a stop; for long work without a Stopping of its own."""
+    """Return the name of the signal that requested a stop; for long work without its own Stopping."""
     return None if _active is None else _active.first
 
 

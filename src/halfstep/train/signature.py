@@ -37,7 +37,7 @@ class Preprocessing:
     @property
     def order(self) -> str:
         """The order of the channels, in words."""
-        return MODES.get(self.channels, f"{self.channels} channels, as they were in training")
+        return MODES.get(self.channels, f"{self.channels} channels, as in training")
 
     def __call__(self, image: Any) -> Tensor:
         """Return 1 × channels × height × width in fp32, from a path, a Pillow image, an array or a tensor."""

@@ -206,14 +206,14 @@ def checked_components(plain: Any, where: str) -> Mapping[str, Any]:
     if odd:
         raise BadData(
             f"{where} is not the state of a run: {odd[0]} is a {type(plain[odd[0]]).__name__}",
-            allowed="what halfstep wrote",
+            allowed="a checkpoint written by halfstep",
             do=f"use another checkpoint, or {begin_again()}",
         )
     checked: Mapping[str, Any] = plain
     if problem := _recipe_problem(checked["recipe"]):
         raise BadData(
             f"{where} is not the state of a run: {problem}",
-            allowed="what halfstep wrote",
+            allowed="a checkpoint written by halfstep",
             do=f"use another checkpoint, or {begin_again()}",
         )
     return checked
@@ -273,8 +273,8 @@ def _refusing_invalid() -> Iterator[None]:
         if isinstance(error, HalfstepError):
             raise
         raise BadData(
-            f"the checkpoint holds what is no state of this run: {type(error).__name__} {str(error)[:200]}",
-            allowed="what halfstep wrote",
+            f"the checkpoint does not match this run: {type(error).__name__} {str(error)[:200]}",
+            allowed="a checkpoint written by halfstep",
             do=f"use another checkpoint, or {begin_again()}",
         ) from error
 
@@ -335,14 +335,14 @@ def _data_changes(live: RunObjects, saved: State, changed: list[Change], accepte
 
 def _other_data(lines: list[str], moved: list[str]) -> StateMismatch:
     """Return the error for changed data. A mistyped folder is more likely than changed files."""
-    title, back = "the data is not what it was when the run began:", "bring the data back"
+    title, back = "the data has changed since the start of the run:", "restore the data"
     if moved:
-        title = "\n    ".join(["the run was begun on another data folder:", *moved, "and what is there differs:"])
-        back = "give the folder that the run was begun with"
+        title = "\n    ".join(["the run was started with a different data folder:", *moved, "and its contents differ:"])
+        back = "give the original folder"
     return StateMismatch(
         listed(title, lines),
         allowed="the same samples: position and order in them are part of the run",
-        do=f"{back}, {add_option('accept_data_change')} to go on with this data, or {option('new')} to begin again",
+        do=f"{back}, {add_option('accept_data_change')} to continue with this data, or {option('new')} to start again",
         id="data-changed",
     )
 
@@ -407,7 +407,7 @@ def _check_precision(now: State, saved: State) -> None:
         raise StateMismatch(
             f"the run was trained in {_in_words(saved.precision)}",
             allowed=f"{_in_words(now.precision)}, as it would be now",
-            do=f"run it on the device it was begun on, {add_option('accept_recipe_change')}, or {option('new')}",
+            do=f"run it on the original device, {add_option('accept_recipe_change')}, or {option('new')}",
         )
 
 
@@ -433,8 +433,8 @@ def _check_weights(live: RunObjects, now: State, saved: State) -> None:
     if lines:
         raise StateMismatch(
             listed("the checkpoint does not fit the model:", lines),
-            allowed=f"the model as it was; this one has {len(now.weights['parameters'])} parameters",
-            do=f"bring the model back, or {add_option('new')}; model.weights=FILE takes weights that fit",
+            allowed=f"the original model; this one has {len(now.weights['parameters'])} parameters",
+            do=f"restore the model, or {add_option('new')}; model.weights=FILE loads the weights that fit",
         )
 
 

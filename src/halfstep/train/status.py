@@ -115,7 +115,7 @@ def begin(folder: Path, newest: int, restarts: int, batch_size: int, accepted: C
         return Launch(secrets.token_hex(8), restarts, 0, newest, batch_size, parts)
     for rank, status in last.items():
         if status.code in INCURABLE:
-            raise _not_restarted(_reason(rank, last), status.code, "mend this, and start it again")
+            raise _not_restarted(_reason(rank, last), status.code, "fix this, and start it again")
     return Launch(
         secrets.token_hex(8), restarts, _fruitless(folder, last, newest), newest, batch_size, _parts(last, batch_size)
     )

@@ -32,7 +32,7 @@ def no_progress(done: int, of: int) -> None:
 class LeftOut(NotImplementedError):
     """A method that a task does not implement.
 
-    torch raises plain NotImplementedError too, where a device lacks an operation: hence a class of its own.
+    torch raises plain NotImplementedError too, if a device lacks an operation: hence a separate class.
     """
 
 
@@ -102,7 +102,7 @@ class Task(ABC):
         return False
 
     def facts(self) -> dict[str, Any]:
-        """Return what is needed to predict without the data, such as class names: plain data, saved with a run."""
+        """Return the facts needed to predict without the data, such as class names: plain data, saved with a run."""
         return {}
 
     def remember(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most tasks have nothing to remember
@@ -113,7 +113,7 @@ class Task(ABC):
         """Return the model, with random or `pretrained` weights by `recipe.model.weights`; the loop loads files."""
 
     def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = no_progress) -> list[str]:
-        """Measure or compute what is needed once, with the model on its device; return lines for the run's start.
+        """Do one-time measurements and computations with the model on its device; return lines for the run's start.
 
         Every rank calls it before the first step, also of a resumed run, whose buffers are restored afterward.
         """
@@ -161,7 +161,7 @@ class Task(ABC):
         raise LeftOut(f"{type(self).__name__} does not say what its model takes")
 
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
-        """Return the prediction for one image, channels × height × width, as it was read."""
+        """Return the prediction for one image as read from its file, channels × height × width."""
         raise LeftOut(f"{type(self).__name__} predicts nothing")
 
     def sample(self, model: nn.Module, count: int, on_progress: OnProgress) -> list[Picture]:

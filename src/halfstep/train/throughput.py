@@ -86,7 +86,7 @@ class Length:
 
 
 class TimeLeft:
-    """A timer of everything that a run does: each lap begins where the last one ended."""
+    """A timer of everything that a run does: each lap starts at the end of the last one."""
 
     def __init__(self, length: Length, clock: Callable[[], float] = time.perf_counter) -> None:
         self.length, self._clock, self._lap = length, clock, clock()

@@ -39,7 +39,7 @@ HEARTBEAT = 5.0
 WRITES = 50.0
 """Positions a second that all ranks together may write: a shared file system has other work."""
 SLOWER = 2.0
-"""A phase may take this many times as long as it took at its longest, whatever the timeout."""
+"""A phase may take this many times its longest duration so far, regardless of the timeout."""
 MARGIN = 30.0
 """Seconds by which the process group's own timeout is longer: the watchdog names the rank, a backend only aborts."""
 ANSWER = 4.0
@@ -47,7 +47,7 @@ ANSWER = 4.0
 REPORT = 5.0
 """Seconds more for everything that the report of a hang reads, writes and prints; then the process ends without it."""
 SILENT, HEARTBEATS = 90.0, 5.0
-"""A rank of another host is lost when it has not written for so many seconds, and so many heartbeats."""
+"""A rank of another host is lost after this many seconds and this many heartbeats without a write."""
 AWAY = 8
 """The ranks of other hosts that one rank watches: the next ones by number, so that each is watched by as many."""
 JOIN = 2.0
@@ -58,7 +58,7 @@ LONGEST_WHY = 200
 STDERR = 2
 
 Beat = Callable[[str, int], None]
-"""Reports progress: the phase that begins, and the step."""
+"""Reports progress: the new phase, and the step."""
 OnHang = Callable[[str], None]
 
 
@@ -72,7 +72,7 @@ class Position(NamedTuple):
     step: int
     phase: str
     collectives: int
-    """Collectives that it has begun."""
+    """Collectives started so far."""
     answered: bool | None
     """True where it writes this because nothing moves."""
 
@@ -124,7 +124,7 @@ class Watchdog:
         self._writer.join(JOIN)
 
     def beat(self, phase: str, step: int) -> None:
-        """Report that `phase` of `step` begins, or goes on; called by the main thread, a few times a step."""
+        """Report that `phase` of `step` starts or continues; called by the main thread, a few times a step."""
         if phase != self._phase or step != self._step:
             self._passed.add(self._phase)
             self._phase, self._step = phase, step
@@ -165,7 +165,7 @@ class Watchdog:
                 return
 
     def _report(self, idle: float) -> None:
-        """Write the stacks, give the other ranks time to write theirs, and end; in time, whatever the disk does."""
+        """Write the stacks, give the other ranks time to write theirs, and exit; in time, even if the disk hangs."""
         self._answers = True
         answer = ANSWER * self._tick if distributed.size() > 1 else 0.0
         is_told = finishes_within(answer + REPORT, lambda: self._explain(idle, answer))
@@ -268,7 +268,7 @@ def behind(statuses: Mapping[int, StatusFile], size: int) -> str:
 
 
 def _collectives() -> int:
-    """Return how many collectives this rank has begun: of ranks at one step, the one with fewer is behind."""
+    """Return the number of collectives started by this rank: of ranks at one step, the one with fewer is behind."""
     try:
         group: Any = dist.group.WORLD
         return int(group._get_sequence_number_for_group()) if distributed.size() > 1 else 0

@@ -1,7 +1,7 @@
 """Read a failed step from disk: its record with every field checked, its tensors verified against their digests.
 
-A failed step is stored as a checkpoint is: `failed_steps/step-00000123.0001` holds attempt 123, with a manifest that is
-written last. The JSON of rank 0 has the record beside that rank's inputs, its tensors include the weights.
+A failed step is stored like a checkpoint: `failed_steps/step-00000123.0001` holds attempt 123, with a manifest written
+last. The JSON of rank 0 holds the record and that rank's inputs; its tensors include the weights.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ FORMAT = 3
 
 
 class StepRecord(BaseModel):
-    """A failed step without its tensors; pydantic checks every field of what is read."""
+    """A failed step without its tensors; pydantic checks every field."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
@@ -175,7 +175,7 @@ def _state(place: Path, manifest: Manifest, rank: int) -> Any:
 
 
 def _tensors(record: Record, rank: int, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of a rank whose names begin with `prefix`, after verifying every byte of its file."""
+    """Return the tensors of a rank whose names start with `prefix`, after verifying every byte of its file."""
     _verify(record.path, record.manifest, tensors_of(rank))
     found = load_tensors(record.path / tensors_of(rank))
     return {name: tensor for name, tensor in found.items() if name.startswith(prefix)}

@@ -192,7 +192,7 @@ def _cause(place: CheckpointDir) -> str | None:
     try:
         return read(place).step.verdict.cause
     except OtherForm:
-        # Another version can read it: it counts as a cause of its own, and not as unreadable.
+        # Another version can read it: it counts as a separate cause, not as unreadable.
         return OTHER_FORM
     except HalfstepError:
         return None
