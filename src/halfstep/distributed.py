@@ -337,12 +337,12 @@ QUESTIONS = 2500.0
 
 
 class RankGroup:
-    """All ranks, for decisions in threads beside the training: the texts go through the store to rank 0, and back.
+    """All ranks, for decisions in background threads: the texts go through the store to rank 0, and back.
 
-    Not through a process group of its own: with gloo, every rank of one is connected to every other, and gets the texts
-    of all: an agreement among 128 ranks took 9.9 s so, and takes 0.12 s now (`benchmarks/save_agreement.py`).
-    Every rank has to create its RankGroup at the same point of the program. It asks the store through a client of its
-    own, so the training never waits behind it.
+    Not through a separate process group: with gloo, every rank is connected to every other and gets the texts of all:
+    an agreement among 128 ranks took 9.9 s this way, and takes 0.12 s now (`benchmarks/save_agreement.py`). Every rank
+    has to create its RankGroup at the same point of the program. It uses a separate client of the store, so the
+    training never waits for it.
     """
 
     def __init__(self) -> None:

@@ -48,10 +48,10 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a draft path beside `path` to write to; on success it replaces `path` atomically.
+    """Yield a draft path in the same folder to write to; on success it replaces `path` atomically.
 
-    Readers see the old content or the new one. An error inside leaves the old one. The new content is flushed to the
-    disk.
+    Readers see either the old content or the new one. An error inside keeps the old one. The new content is flushed to
+    the disk.
     """
     with renaming(path) as draft:
         yield draft

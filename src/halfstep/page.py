@@ -230,7 +230,7 @@ class Curves:
     x_title: str = "attempted steps"
     y_title: str = ""
     scale: Literal["auto", "linear", "zero", "log2"] = "auto"
-    """`auto` is logarithmic where a spike would flatten the rest; `zero` begins at zero."""
+    """`auto` is logarithmic if a spike would flatten the rest; `zero` starts at zero."""
     skips: Sequence[tuple[float, str]] = ()
     """Skipped steps and their reasons."""
     form: Callable[[float], str] = short_number
@@ -265,7 +265,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """Horizontal bars on one axis that begins at zero."""
+    """Horizontal bars on one axis that starts at zero."""
 
     title: str
     bars: tuple[Bar, ...]
@@ -340,7 +340,7 @@ class Tree:
     root: Node
     unit: str = ""
     legend: tuple[tuple[str, str], ...] = ()
-    """Kinds and what is said about each."""
+    """Kinds and the label of each."""
     outline: str = ""
     """What an outline means."""
 

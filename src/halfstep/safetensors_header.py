@@ -39,7 +39,7 @@ def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
         begin, end = end, end + tensor.numel() * tensor.element_size()
         table[name] = {"dtype": _name_of(tensor, name), "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    # The format lets readers map tensors directly, so their data has to begin at a multiple of 8 bytes.
+    # The format lets readers map tensors directly, so their data has to start at a multiple of 8 bytes.
     text += b" " * (-len(text) % _ALIGNED)
     return len(text).to_bytes(8, "little") + text
 

@@ -35,7 +35,7 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """Return a port that all tasks compute alike, and that other jobs and steps on the same host rarely share."""
+    """Return a port that is the same on all tasks, and rarely shared by other jobs and steps on the same host."""
     # Slurm numbers the steps of a batch script itself, and of containers, from the end of 32 bits.
     job, step = (number_in(name, environment, 0, 0, 2**32) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return PORTS[(31 * job + step) % len(PORTS)]

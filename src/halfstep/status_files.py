@@ -34,7 +34,7 @@ class StatusFile:
     step: int | None = None
     phase: str | None = None
     collectives: int | None = None
-    """Collectives that the rank has begun."""
+    """Collectives started by the rank."""
     answered: bool | None = None
     """Whether the rank wrote this when another one found that nothing moves."""
     code: int | None = None

@@ -160,7 +160,7 @@ def test_classes_are_numbered_as_in_training(runs: dict[str, Path], classes: Pat
     Image.new("RGB", (4, 4)).save(classes / "unknown" / "a.png")
     done = halfstep("evaluate", runs["classification"], classes)
     assert done.exit_code == 65
-    assert "'unknown', which the training set has not" in done.stderr
+    assert "'unknown', which is missing from the training set" in done.stderr
 
 
 @pytest.mark.wording

@@ -167,7 +167,7 @@ def test_another_process_finds_the_same_culprit_and_the_same_loss_to_the_bit(pla
     report = json.loads(done.stdout)
     rows = {row["way"]: row for row in report["reruns"]}
     assert {name: rows[name]["loss"] for name in live} == live
-    assert not rows["as it was: fp16"]["finite"]
+    assert not rows["as in the run: fp16"]["finite"]
     assert rows["fp16, stretch in fp32"]["finite"]
     culprit = report["verdict"]["culprit"]
     assert report["same_culprit"] is True
@@ -214,7 +214,12 @@ def test_the_verdict_comes_first_and_the_command_last(failed: Path, task: Path, 
     assert max(map(len, lines[:-1])) <= columns
     assert "\x1b" not in done.stdout
     said = " ".join(done.stdout.split())
-    for words in ("operation aten.mul", "module stretch", "whose largest number is 65,504", "as it was: fp16 no nan"):
+    for words in (
+        "operation aten.mul",
+        "module stretch",
+        "whose largest number is 65,504",
+        "as in the run: fp16 no nan",
+    ):
         assert words in said
 
 
@@ -242,7 +247,7 @@ def test_a_point_that_is_not_finite_is_named(place: Path, task: Path) -> None:
     assert train(place, "data", "--fp32", "data.bad=3").exit_code == 0
     report = replayed(place / "data", "--task", task)
     assert report["verdict"]["cause"] == "data"
-    assert report["do"] == "mend the samples that are named, or leave them out; this run went on without the batch"
+    assert report["do"] == "fix the samples named above, or remove them; this run went on without the batch"
     assert report["command"] == "", "it is finished, and there is nothing to cure"
     page = " ".join(halfstep("replay", place / "data", "--task", task).stdout.split())
     assert page.startswith("data: ")
@@ -393,7 +398,7 @@ def test_an_interrupted_replay_says_what_it_has(run: Path, tmp_path: Path) -> No
     assert done.exit_code == 130
     report = json.loads(done.stdout)
     assert report["interrupted"] is True
-    assert [row["way"] for row in report["reruns"]] == ["as it was: fp16", "fp32"]
+    assert [row["way"] for row in report["reruns"]] == ["as in the run: fp16", "fp32"]
     page = halfstep("replay", run, "--task", slow)
     assert page.exit_code == 130
     assert page.stdout.startswith("interrupted")

@@ -204,7 +204,7 @@ class Order:
         """Return each number from 0 to size - 1 once."""
         if not self.shuffle:
             return torch.arange(self.size)
-        # A generator of its own: the order must not depend on what else draws random numbers.
+        # A separate generator: the order must not depend on other code that draws random numbers.
         generator = torch.Generator().manual_seed(derive(self.seed, "order", epoch))
         return torch.randperm(self.size, generator=generator)
 
@@ -270,7 +270,7 @@ class BadSampleBudget:
                 raise BadData(
                     f"{len(self.bad)} samples cannot be read, the last of them {one.name}: {one.reason}",
                     allowed=f"data.bad_samples={self.limit}",
-                    do="mend or remove the files that the journal names, or raise data.bad_samples",
+                    do="fix or remove the files named in the journal, or increase data.bad_samples",
                 )
 
 

@@ -1,4 +1,4 @@
-"""Read precomputed embeddings from a file, beside the images that they belong to."""
+"""Read precomputed embeddings from a file, matched to their images."""
 
 from __future__ import annotations
 

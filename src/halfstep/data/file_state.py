@@ -38,9 +38,9 @@ class RecordedFile(NamedTuple):
 
 
 def change_since(before: RecordedFile, now: FileState, path: str | os.PathLike[str]) -> str:
-    """Return how a file has changed since it was recorded; empty where it has not.
+    """Return how a file has changed since it was recorded; empty if it is unchanged.
 
-    Its content is read only where its state differs: a file that was touched, or numbered anew, is the same file.
+    Its content is read only if its state differs: a file with a new time or inode number is the same file.
     """
     state, size = before.state, now.size
     if state.size != size:

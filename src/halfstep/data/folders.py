@@ -65,7 +65,7 @@ class Images(_Listed):
 class ImageFolder(_Listed):
     """A source with a folder per class: `image`, and `label`, the position of the folder's name in sorted order.
 
-    For a validation folder, pass `classes` of the training set, so that both number them alike.
+    For a validation folder, pass `classes` of the training set, so that both use the same numbers.
     """
 
     def __init__(self, root: str | Path, channels: int = 3, classes: list[str] | None = None) -> None:
@@ -77,7 +77,7 @@ class ImageFolder(_Listed):
         unknown = sorted(set(present) - set(self.classes))
         if unknown:
             raise BadData(
-                f"{self.root} holds the class {unknown[0]!r}, which the training set has not",
+                f"{self.root} has class {unknown[0]!r}, which is missing from the training set",
                 allowed=", ".join(self.classes[:20]),
                 do="remove the folder, or add it to the training set",
             )

@@ -228,7 +228,7 @@ def stream_of(file: str | Path | bytes) -> Iterator[IO[bytes]]:
 
 
 def check_regular(status: os.stat_result, most: int) -> None:
-    """Raise Unreadable for what is no file, for an empty file, and for one of more than `most` bytes."""
+    """Raise Unreadable for anything but a regular file, for an empty file, and for one of more than `most` bytes."""
     if not stat.S_ISREG(status.st_mode):
         raise Unreadable("not a file but a folder, pipe or device")
     _check_size(status.st_size, most)

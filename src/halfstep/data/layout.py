@@ -48,7 +48,7 @@ def data_place(path: str) -> Path:
 
 
 def _refuse_closed(place: Path) -> None:
-    """Raise BadData for a folder without permission: `Path.is_dir` of whatever is in it raises PermissionError."""
+    """Raise BadData for a folder without permission: `Path.is_dir` of its entries raises PermissionError."""
     try:
         os.stat(os.path.join(place, "."))
     except PermissionError as error:
@@ -66,7 +66,7 @@ def _refuse_closed(place: Path) -> None:
 
 
 FOLDERS = ("val", "valid", "validation")
-"""Names of a folder beside `train` with the validation samples."""
+"""Names of a folder with the validation samples, next to `train`."""
 USUAL_SHARE, SMALLEST_SHARE, ENOUGH = 0.2, 0.05, 500
 """A fifth of a small set; of a large one enough samples to judge a model, but at least a twentieth."""
 

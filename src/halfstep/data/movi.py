@@ -46,7 +46,7 @@ class Recording(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The shape and dtype of an array, and where its values begin."""
+    """The shape and dtype of an array, and the offset of its values."""
 
     frames: int
     height: int

@@ -1,4 +1,4 @@
-"""Record the files of a source when a run begins, and notice where one is another when a sample is read again."""
+"""Record the files of a source at the start of a run, and detect files that change before a sample is read again."""
 
 from __future__ import annotations
 

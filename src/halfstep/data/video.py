@@ -192,7 +192,7 @@ def mask_folder(root: Path) -> Path | None:
         return None
     if not (root / "images").is_dir():
         raise BadData(
-            f"{root} holds the folder masks, and no folder images beside it",
+            f"{root} has the folder masks but no folder images",
             allowed=_LAYOUT,
             do="move the frames into a folder images",
         )
@@ -229,9 +229,9 @@ def _size_and_depth(frame: Tensor) -> str:
 
 
 # -- videos -----------------------------------------------------------------------------------------------------------
-# Read recordings from video files: decoding begins shortly before the requested frames, and keeps only those.
-# A file is opened as the format of its suffix and as nothing else: formats that refer to other files or to the
-# network, such as playlists, are never guessed from the content.
+# Read recordings from video files: decoding starts shortly before the requested frames, and keeps only those. A file is
+# opened as the format of its suffix and as nothing else: formats that refer to other files or to the network, such as
+# playlists, are never guessed from the content.
 
 
 KINDS = {".mp4": "mov", ".m4v": "mov", ".mov": "mov", ".avi": "avi", ".mkv": "matroska", ".webm": "matroska"}

@@ -43,7 +43,7 @@ class Worker:
         # Not an Event: its lock would deadlock where one signal handler interrupts another.
         self.closing: Any = RawValue("b", 0)
         self.at: Any = RawArray("q", 2 * workers)
-        """For each worker the number of the sample that it is reading, and how many it has begun."""
+        """For each worker the number of its current sample, and the count of samples started."""
 
     def __call__(self, worker: int) -> None:
         # Ctrl-C goes to the whole process group; the trainer alone handles it.
@@ -138,10 +138,10 @@ def from_workers(loader: Any, given: SentKeys, worker: Worker, wait: Callable[[]
 
 
 def _leave_deaths_to_reading(before: Any) -> None:
-    """Take away the handler of SIGCHLD that torch has put in the place of `before`.
+    """Remove the handler of SIGCHLD with which torch replaced `before`.
 
-    It raises the death of a worker in whatever runs then, which may be the middle of an update or of a save. Without
-    it, torch finds a dead worker where its batch is waited for, and raises there.
+    It raises in the code that runs when a worker dies, which may be the middle of an update or of a save. Without it,
+    torch detects a dead worker while waiting for its batch, and raises there.
     """
     if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
         is_torchs = before is None or getattr(before, "__module__", "").startswith("torch.utils.data")

@@ -23,7 +23,7 @@ LEAST = 240
 CARDS = 4
 """Single-picture samples per row."""
 WIDE = 2.0
-"""A picture with this ratio of width to height gets a row of its own."""
+"""A picture with this ratio of width to height gets a separate row."""
 TITLE, TEXT = 20, 14
 
 
@@ -141,7 +141,7 @@ def _patch(colour: Colour) -> Array:
     return np.asarray(patch)
 
 
-# -- arrays beside and below one another -----------------------------------------------------------------------------
+# -- arrays in rows and columns --------------------------------------------------------------------------------------
 
 
 def in_row(parts: Sequence[Array], gap: int = GAP) -> Array:

@@ -93,7 +93,7 @@ def _curves(chart: Curves) -> Figure:
     thinned = [(curve, *thin(curve.x, curve.y, BINS)) for curve in chart.curves]
     points = [found for found in thinned if found[1]]
     last = max([*(x[-1] for _, x, _ in points), *(at for at, _ in chart.skips), 1.0])
-    # From zero: a run begins there, also one whose first steps are not in the journal.
+    # From zero, the start of a run, even if its first steps are not in the journal.
     across, axis = Axis(0.0, last), Axis.fitting([value for *_, y in points for value in y], chart.scale)
     marks = _marks(chart.skips, across)
     inside = [*_axes(chart, across, axis), *(line for found in points for line in _line(found, across, axis))]
@@ -178,7 +178,7 @@ def _hovers(points: list[Points], across: Axis, chart: Curves) -> Iterator[str]:
     places = [_x(across.share(at)) for at in xs]
     edges = [LEFT, *((a + b) / 2 for a, b in itertools.pairwise(places)), WIDTH - RIGHT]
     height = HEIGHT - TOP - BOTTOM
-    # The axis title names what is counted in the plural.
+    # The axis title has the plural of the counted unit.
     x_name = chart.x_title.removeprefix("attempted ").removesuffix("s")
     for n, at in enumerate(xs):
         words = "; ".join(

@@ -125,7 +125,7 @@ def chosen_weights(folder: Path, task: Task, which: str | None, average: bool | 
         plain = advice("--no-ema", "ema=False")
         both = advice(" ", ", ").join((option_with("weights", "last"), plain))
         raise WrongUse(
-            f"{plain} with the best weights: those of this run are averaged, as they were evaluated",
+            f"{plain} with the best weights: this run saved them averaged, as evaluated",
             allowed="last and checkpoint, which have both",
             do=f"write {both}, or leave {plain} out",
         )
@@ -191,8 +191,8 @@ def newest_checkpoint(folder: Path) -> CheckpointDir:
         verdict, _ = newest_intact(folder / CHECKPOINTS)
     except NoCheckpoint as error:
         best, last = option_with("weights", "best"), option_with("weights", "last")
-        files = f"write {best}, or {last}: files of their own, written after each epoch"
-        raise NoCheckpoint(error.given, allowed="a checkpoint as it was written", do=files) from None
+        files = f"write {best}, or {last}: separate files, written after each epoch"
+        raise NoCheckpoint(error.given, allowed="an intact checkpoint", do=files) from None
     if verdict is None:
         raise BadData(
             f"{folder} has no checkpoints, and is not finished",
@@ -396,7 +396,7 @@ def _weights_alone(found: Exported, file: Path, format: str, notes: Mapping[str,
         write_tensors(tensors, notes, draft)
         again = load_file(draft)
         if again.keys() != tensors.keys() or not all(torch.equal(again[name], tensors[name]) for name in tensors):
-            raise OSError(errno.EIO, "what was read back is not what was written")
+            raise OSError(errno.EIO, "the data read back differ from the data written")
 
 
 def write_safetensors(found: Exported, image: Tensor, notes: Mapping[str, str], file: Path) -> Written:

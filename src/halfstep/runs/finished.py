@@ -213,7 +213,7 @@ def _check(place: Path, finished: Finished) -> None:
     splits = [name for name in ("test", "val") if (place / name).is_dir()]
     if splits and not set(splits) & set(finished.task.facts().get("classes", ())):
         raise BadData(
-            f"{place} holds the folder {splits[0]}, which is a set of its own",
+            f"{place} holds the folder {splits[0]}, which is a separate set",
             allowed="the folder of one set",
             do=_evaluate_call(finished, place / splits[0]),
         )

@@ -80,7 +80,7 @@ def fit(
         if finished is None:
             raise
     if not quiet and distributed.rank() == 0:
-        say(f"{finished.dir} holds this run, finished: nothing was trained; fit(..., new=True) trains it again")
+        say(f"{finished.dir} holds this run, already finished: nothing was trained; fit(..., new=True) trains it again")
     return finished
 
 
@@ -98,8 +98,8 @@ def launch(
 ) -> Run:
     """Train a complete recipe on every rank that torchrun or srun started, or resume an earlier launch.
 
-    `now` receives what is being done until the run emits its own events. `on_hang` ends a process in which nothing
-    moves any more; without it there is a warning, unless the process is one of several ranks that this call joined.
+    `now` receives the current activity until the run emits its own events. `on_hang` ends a process that makes no
+    progress; without it there is a warning, unless the process is one of several ranks that this call joined.
     """
     with nothing_collected():
         # Imports create many objects that stay; the garbage collector would scan them again and again.
@@ -131,7 +131,7 @@ def launch(
         if joined:
             joined.on_lost = functools.partial(_end_lost, status)
         lost = LostRanks(folder, status.launch.token, joined)
-        # Once more inside: the status has the code of what is raised there.
+        # Once more inside: the status gets the exit code of an error raised there.
         with status_saved(status), watchdog, contextlib.closing(journal):
             # Rank 0 removes a new folder in which nothing was started; that is no loss to the other ranks.
             is_kept = opened.state != NEW
@@ -231,7 +231,7 @@ def _given_alike(resolved: Resolved) -> Iterator[None]:
         lines = different(theirs["given"], mine, ignore={*theirs["drawn"], *resolved.drawn})
         if lines:
             raise BadRecipe(
-                listed("started otherwise than rank 0:", lines),
+                listed("started differently from rank 0:", lines),
                 allowed="the same command and the same versions on every rank",
                 do="start all ranks with the command of rank 0",
             )

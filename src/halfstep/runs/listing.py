@@ -35,7 +35,7 @@ _BY_REASON = {"finished": FINISHED, "early_stopping": FINISHED, "stopped": STOPP
 _BY_REASON |= {"gave_up": GIVEN_UP}
 _KINDS = (START, STEP, EPOCH, END)
 _OWN_BEGIN = b'{"event":"'
-"""How halfstep begins a line; another program may have written the fields again in any order."""
+"""The start of a line written by halfstep; another program may have rewritten the fields in any order."""
 
 
 class RunState(NamedTuple):
@@ -139,14 +139,14 @@ def state_of(run: Path, end: Event) -> RunState:
     if end or read_json(run / RESULT) is not None:
         return RunState(_BY_REASON.get(str(end.get("reason", "finished")), FAILED), why)
     begun = _is_file(run / JOURNAL)
-    return RunState(KILLED, "it wrote no end") if begun else RunState(NOT_BEGUN, "")
+    return RunState(KILLED, "it ended without writing a result") if begun else RunState(NOT_BEGUN, "")
 
 
 def _running(status: StatusFile) -> RunState:
     """Return the state of a run that wrote no end."""
     running = RunState(RUNNING, _word(status.phase) or "")
     if status.is_of_this_host and status.pid is not None:
-        gone = RunState(KILLED, "its process is gone, and wrote no end")
+        gone = RunState(KILLED, "its process is gone and wrote no result")
         return gone if status.is_gone(timestamp(status.since)) else running
     if time.time() - status.written_at < SILENT_AFTER:
         return running

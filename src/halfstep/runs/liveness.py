@@ -32,7 +32,7 @@ LONGEST = 1000
 
 
 class RankLiveness(NamedTuple):
-    """One rank; None for what is not known."""
+    """One rank; None for unknown values."""
 
     rank: int
     state: str
@@ -124,7 +124,7 @@ def _watch(
         waited = time.monotonic() - began
         for rank, limit in left.items():
             status = read_status(folder, rank)
-            if status and status.launch not in launches:  # of an attempt before, and this rank has not written yet
+            if status and status.launch not in launches:  # of an earlier attempt: no status of this rank yet
                 status = None
             if status and status.state == ENDED:
                 judged[rank] = _as_ended(rank, status)
@@ -140,7 +140,7 @@ def _why_silent(status: StatusFile | None, waited: float) -> str:
     if not status:
         return f"no status of this launch within {waited:.0f} s"
     if status.is_of_this_host and _is_gone(status):
-        return "its process is gone, and wrote no end"
+        return "its process is gone and wrote no result"
     return f"no heartbeat for {waited:.0f} s"
 
 

@@ -35,7 +35,7 @@ def task_class(name: str) -> type[Task]:
     if name in own and name in installed:
         raise Contradiction(
             f"task {name!r} comes with halfstep, and with {_owner(installed[name])}",
-            allowed="one task of a name",
+            allowed="one task per name",
             do=f"rename the entry point in {_owner(installed[name])}, or uninstall it",
         )
     if name in own:
@@ -110,7 +110,7 @@ def _installed() -> dict[str, EntryPoint]:
         if point.name in found and found[point.name].value != point.value:
             raise Contradiction(
                 f"task {point.name!r} comes with {_owner(found[point.name])}, and with {_owner(point)}",
-                allowed="one task of a name",
+                allowed="one task per name",
                 do="uninstall one of the two packages",
             )
         found[point.name] = point
@@ -152,7 +152,7 @@ def _checked(found: object, where: str) -> type[Task]:
         raise WrongUse(
             f"{found.__name__} in {where} lacks {', '.join(missing)}",
             allowed="a task with model, source, loss and metric",
-            do="write what is missing; docs/add-a-task.md shows a whole one",
+            do="add the missing methods; docs/add-a-task.md has a complete example",
         )
     return found
 

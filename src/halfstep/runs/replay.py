@@ -266,9 +266,9 @@ def _notes(record: Record, run: Path, device: torch.device, choice: Choice, aske
     if step.recipe != recipe_digest(run):
         notes.append(f"{RECIPE} was changed since")
     if step.batch_changed:
-        notes.append("something wrote into the batch during the step, so what was kept is not what the step began with")
+        notes.append("the batch was modified during the step, so the recorded batch differs from the original one")
     if choice.precision.name != (asked or step.precision):
-        notes.append(f"{asked or step.precision} was asked for, and {choice.precision.name} is what this device has")
+        notes.append(f"{asked or step.precision} was requested, but this device supports {choice.precision.name}")
     if record.ranks > 1:
         notes.append(f"gradients of {record.ranks} processes are not summed here; each one's step is run alone")
     return notes
@@ -336,7 +336,7 @@ def _failing(replayed: Replayed, rounds: _Rounds) -> tuple[StepInputs, TrialOutc
         if not outcome.finite or rank == len(replayed.attempts) - 1:
             break
     whose = f", process {rank}" if len(replayed.attempts) > 1 else ""
-    rounds.note(f"as it was: {precision.name}{whose}" if own else f"{precision.name}{whose}", outcome, precision)
+    rounds.note(f"as in the run: {precision.name}{whose}" if own else f"{precision.name}{whose}", outcome, precision)
     return attempt, outcome
 
 

@@ -38,7 +38,7 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class ListedStep(JsonResult):
-    """A failed step of a run: its record, or what is wrong with it."""
+    """A failed step of a run: its record, or the problem with it."""
 
     path: Path
     attempt: int
@@ -129,7 +129,7 @@ class ReplayReport(ShownAsPage):
         verdict = self.verdict or self.recorded.verdict
         blocks: list[Block] = []
         if self.interrupted:
-            blocks.append(Paragraph(Span("interrupted: this is what was found until then", "warn")))
+            blocks.append(Paragraph(Span("interrupted: results so far", "warn")))
         blocks += [*_verdict(self), *_step(self)]
         if verdict.culprit is not None:
             blocks += _culprit(verdict.culprit)
@@ -139,7 +139,8 @@ class ReplayReport(ShownAsPage):
             blocks += [Heading("What shows it"), Items(verdict.evidence, dashes=True)]
         if self.notes:
             notes = tuple(Span(note, "warn") for note in self.notes)
-            blocks += [Heading("Not as it was", "so the step may come out differently here"), Items(notes, dashes=True)]
+            heading = Heading("Differs from the run", "so the step may give a different result here")
+            blocks += [heading, Items(notes, dashes=True)]
         if self.do:
             blocks += [Heading("What to do"), Paragraph(self.do, indent=True)]
         if self.command:

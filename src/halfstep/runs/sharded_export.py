@@ -237,7 +237,7 @@ def write_layout(weights: StoredWeights, folder: Path, most: int, notes: Mapping
 
 
 def shared_out(likes: Mapping[str, Tensor], most: int) -> list[list[str]]:
-    """Return the names for each file, in the model's order; a tensor larger than `most` has a file of its own."""
+    """Return the names for each file, in the model's order; a tensor larger than `most` gets a separate file."""
     shards: list[list[str]] = [[]]
     room = most
     for name, like in likes.items():
@@ -270,4 +270,4 @@ def _read_back(weights: StoredWeights, names: list[str], path: Path) -> None:
         if sorted(written.keys()) != sorted(names) or not all(
             torch.equal(written.get_tensor(name), weights.read(name)) for name in names
         ):
-            raise OSError(errno.EIO, "what was read back is not what was written")
+            raise OSError(errno.EIO, "the data read back differ from the data written")

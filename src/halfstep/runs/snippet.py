@@ -15,7 +15,7 @@ from halfstep.train.task import Task
 PHOTO = "photo.jpg"
 """The image the code opens; users replace it with their own."""
 COLUMNS = 80
-"""The width of a terminal. Code that it breaks cannot be selected as it was printed, so templates stay within."""
+"""The width of a terminal. Code broken across lines cannot be copied, so templates stay within."""
 WHOLE = 2**30
 """The tile of a model that takes whole images."""
 

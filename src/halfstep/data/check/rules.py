@@ -140,7 +140,7 @@ def may_be_turned_alone(image: FileFacts, mask: FileFacts) -> bool:
 
 
 def mask_trouble(look: FileFacts, reading: MaskReading) -> str:
-    """Return what is wrong with the values of a mask; empty where each has a class."""
+    """Return the problem with the values of a mask; empty if each has a class."""
     mask = look.mask
     if mask is None or not reading.strange(mask):
         return ""

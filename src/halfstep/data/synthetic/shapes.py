@@ -50,7 +50,7 @@ class Drawn:
         return self.samples
 
     def name(self, index: int) -> str:
-        """Return what was drawn, and the seed and number it was drawn from."""
+        """Return the kind of image, its seed and its number."""
         return f"{self.kind} {self.seed}/{index}"
 
 
