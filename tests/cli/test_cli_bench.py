@@ -173,7 +173,7 @@ def test_a_baseline_that_failed_is_no_success(tmp_path: Path) -> None:
     done = halfstep("bench", "tests.support.cases:broken", "--precisions", "fp32", "--out", tmp_path)
     assert done.exit_code == 70, done.output
     assert "fp32: failed" in done.stdout
-    assert done.stdout.splitlines()[-1] == "do: mend what fp32 failed of, then the same command again"
+    assert done.stdout.splitlines()[-1] == "do: fix the failure of fp32, then run the same command again"
     assert json.loads((tmp_path / "bench.json").read_text())["rows"][0]["failed"]
 
 
@@ -225,5 +225,5 @@ def test_what_to_type_next_is_nothing_that_failed() -> None:
     )
     late = replace(whole.rows[1], failed="no room")
     assert next_command(replace(whole, rows=(whole.baseline, late))).endswith("precision=fp32")
-    assert "goes on where it was" in next_command(replace(whole, interrupted=True))
-    assert "goes on" not in next_command(replace(whole, name="my:case", interrupted=True))
+    assert "continues where it stopped" in next_command(replace(whole, interrupted=True))
+    assert "continues" not in next_command(replace(whole, name="my:case", interrupted=True))

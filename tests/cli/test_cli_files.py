@@ -320,7 +320,7 @@ def test_a_task_with_randomness_of_its_own(tmp_path: Path, noise: str, code: int
         step = 10 if "are not" in title else 7
         assert f"the loss of step {step} is " in done.stderr
         assert "weights/parameters/0.weight[0, 0] is " in done.stderr
-        assert "do: look in the task for a generator" in done.stderr
+        assert "do: look in the task for its own generator" in done.stderr
     told = json.loads(halfstep("verify", run, "--resume", *task, "--json").stdout)
     assert told["proof"]["equal"] == (code == 0)
 
@@ -470,7 +470,7 @@ def test_where_no_checkpoint_is_whole_the_files_beside_them_are_offered(copied: 
         flip(one.path / "rank-00000.json")
     done = halfstep("export", copied, "--weights", "checkpoint")
     assert done.exit_code == 65
-    assert "none of them is whole" in done.stderr
+    assert "none of them is intact" in done.stderr
     assert "do: write --weights best" in done.stderr
 
 

@@ -121,7 +121,7 @@ def test_the_page_shows_the_build_and_a_gpu_left_idle_ends_in_78(monkeypatch: py
     done = CliRunner().invoke(main.build(), ["doctor"], env={"COLUMNS": "80"})
     assert done.exit_code == 78, done.output
     page = " ".join(done.output.split())
-    assert "built for CPUs only" in page
+    assert "is a CPU build" in page
     assert "error wheel.cpu_only" in page
     assert "uv pip install --reinstall torch torchvision --torch-backend cu128" in page
     assert max(map(len, done.output.splitlines())) <= 80

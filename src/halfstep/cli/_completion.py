@@ -14,7 +14,7 @@ RUNS = "runs"
 
 
 def recipes(incomplete: str) -> list[str]:
-    """Return the names of the recipes that begin with what was typed, then files and folders that lead to others."""
+    """Return the names of the recipes that start with the typed text, then files and folders that lead to others."""
     try:
         from halfstep.recipe.sources import recipe_names
     except ImportError:  # without the extra `train` there is nothing to run
@@ -26,7 +26,7 @@ def recipes(incomplete: str) -> list[str]:
 
 
 def run_folders(incomplete: str) -> list[str]:
-    """Return the folders of runs that begin with what was typed, or the folders on the way to one."""
+    """Return the folders of runs that start with the typed text, or the folders on the way to one."""
     # Nothing typed yet: the runs themselves, not the folder that holds them.
     found = list(_below(incomplete or f"{RUNS}/")) or list(_below(incomplete))
     runs = [path for path in found if (path / "recipe.yaml").is_file()]
@@ -34,7 +34,7 @@ def run_folders(incomplete: str) -> list[str]:
 
 
 def _below(incomplete: str) -> Iterator[Path]:
-    """Yield the entries of a folder whose names begin with what was typed; none that a terminal could not show."""
+    """Yield the entries of a folder whose names start with the typed text, without unprintable ones."""
     folder, _, name = incomplete.rpartition("/")
     place = Path(os.path.expanduser(f"{folder}/" if "/" in incomplete else "."))
     try:

@@ -35,8 +35,8 @@ def writing(place: Path) -> AbstractContextManager[None]:
     """Return a context that reports an OSError as `StorageFailed` for `place`."""
     return storing(
         f"{place} cannot be written to",
-        allowed="a folder that this user can write to, with room for what is predicted",
-        do="give --out FOLDER, a place of your own",
+        allowed="a writable folder with room for the predictions",
+        do="give --out FOLDER, a folder of yours",
     )
 
 
@@ -72,7 +72,7 @@ HOW = (
     *("model.sampler", "model.sample_steps", "model.guidance"),
     *("data.tile", "data.overlap", "data.frames", "data.every"),
 )
-"""Settings that the weights do not depend on. All others define what was trained."""
+"""Settings that the weights do not depend on. All others define the trained model."""
 
 
 def folder_and_settings(words: Sequence[str]) -> tuple[Path | None, list[str]]:

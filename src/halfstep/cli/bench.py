@@ -29,7 +29,7 @@ def run(
         str, typer.Option(help="Which, with commas; strict fp32 is always among them.")
     ] = "fp32,bf16",
     configs: Annotated[
-        bool, flag("--configs", "Instead: AMP, AMP with twice the batch, and AMP compiled, beside the baseline.")
+        bool, flag("--configs", "Instead: AMP, AMP with twice the batch, and compiled AMP, compared with the baseline.")
     ] = False,
     arm: Annotated[
         list[str] | None,

@@ -25,18 +25,18 @@ def run(
         str | None, typer.Option(help="check: segmentation or classification, where the folder does not tell.")
     ] = None,
     masks: Annotated[
-        Path | None, typer.Option(help="check: the folder of masks, where it is not beside the images.")
+        Path | None, typer.Option(help="check: the folder of masks, if it is not next to the images.")
     ] = None,
     classes: Annotated[
         int | None, typer.Option(help="check: how many classes masks have, where their values do not tell.", min=2)
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check a folder of your own before training on it, or get a real data set.
+    """Check your data folder before training on it, or get a real data set.
 
-    check FOLDER reads every file and reports on one page what is wrong, how masks are read and how the classes are
-    balanced; exit code 65 where a run would fail or its figures would be false. get NAME downloads a set; list shows
-    the sets.
+    check FOLDER reads every file and reports on one page the mistakes, how masks are read and how the classes are
+    balanced; exit code 65 if a run would fail or its figures would be wrong. get NAME downloads a set; list shows the
+    sets.
     """
     if action not in ACTIONS:
         raise unknown_name("action", action, ACTIONS)

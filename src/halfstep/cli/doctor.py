@@ -55,9 +55,7 @@ def run(
     fresh: Annotated[bool, flag("--fresh", "Measure again instead of reading the cache.")] = False,
     formats: Annotated[bool, flag("--formats", "Instead: what fp32, bf16, fp16 and fp8 hold, and what for.")] = False,
     gpus: Annotated[bool, flag("--gpus", "Instead: the GPUs that are known, and what each should run in.")] = False,
-    known_bad: Annotated[
-        bool, flag("--known-bad", "Instead: what is known to be bad in the libraries that are installed.")
-    ] = False,
+    known_bad: Annotated[bool, flag("--known-bad", "Instead: known defects of the installed libraries.")] = False,
     fix: Annotated[
         str | None,
         typer.Option(
@@ -99,7 +97,7 @@ def run(
     elif recipe or accelerate or deepspeed:
         _settings(recipe, accelerate, deepspeed, fix, report, json)
     elif fix:
-        raise WrongUse("--fix without settings", allowed="--fix NAME after a RECIPE", do="name the file to mend")
+        raise WrongUse("--fix without settings", allowed="--fix NAME after a RECIPE", do="name the file to fix")
     elif formats or gpus or known_bad:
         _tables(formats, gpus, known_bad, report, json)
     else:
@@ -153,7 +151,7 @@ def _project(
     report: Path | None,
     json: bool,
 ) -> None:
-    """Check a folder; change and write what was asked for first, so that the report shows it as it is now."""
+    """Check a folder; make the requested changes first, so that the report shows the current state."""
     from halfstep.doctor.fixing import plan_fixes, precision_to_fix
     from halfstep.doctor.patch import ProjectPatch, unified_diff, write_texts
     from halfstep.doctor.project_check import examine_project, report_of
@@ -230,8 +228,8 @@ def _refuse_files(accelerate: str | None, deepspeed: str | None) -> None:
     given = [name for name, value in {"--accelerate": accelerate, "--deepspeed": deepspeed}.items() if value]
     if given:
         raise WrongUse(
-            f"{', '.join(given)} beside a folder",
-            allowed="a folder, whose files are found by themselves; or a RECIPE with the files to compare",
+            f"{', '.join(given)} together with a folder",
+            allowed="a folder, whose files are found automatically; or a RECIPE with the files to compare",
             do="leave it out, or name the configuration instead of its folder",
         )
 
@@ -241,7 +239,7 @@ def _refuse_device_options(device: str | None, precision: str, strict: bool, **o
     wrong = [name for name, value in given.items() if value]
     if wrong:
         raise WrongUse(
-            f"{', '.join(wrong)} beside settings to check",
+            f"{', '.join(wrong)} together with settings to check",
             allowed="a RECIPE with --accelerate, --deepspeed, --fix and --json; or a device report without them",
             do=f"leave out {', '.join(wrong)}, or ask for the device report by itself",
         )

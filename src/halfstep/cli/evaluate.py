@@ -36,7 +36,7 @@ def run(
     ] = None,
     csv: Annotated[
         Path | None,
-        typer.Option(help="Write a row for each sample here; classes and confusion beside it.", metavar="FILE"),
+        typer.Option(help="Write a row for each sample here; classes and confusion next to it.", metavar="FILE"),
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw confusion, classes, the worst and typical samples.", metavar="FILE.png")

@@ -1,4 +1,4 @@
-"""The entry point of `halfstep`: print at once what is being done, then load what that takes."""
+"""The entry point of `halfstep`: print the current activity at once, then load the required modules."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _say_stopped() -> None:
 
 def _leave(*_: object) -> NoReturn:
     _say_stopped()
-    # Not SystemExit, which a callback would lose as well; nothing was begun that needs an end.
+    # Not SystemExit, which a callback would lose as well; nothing was started that needs a cleanup.
     os._exit(INTERRUPTED)
 
 

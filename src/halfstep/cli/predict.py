@@ -28,7 +28,7 @@ def run(
     columns: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Without FOLDER: pictures in a row; 10 where they fit.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Without FOLDER: decides what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Without FOLDER: the seed of the samples.")] = 0,
     weights: Weights = "best",
     precision: Precision = None,
     bf16: Bf16 = False,
@@ -38,8 +38,8 @@ def run(
 ) -> None:
     """Predict masks or classes for images, or objects in clips; without FOLDER, draw samples from the model alone.
 
-    Writes pictures where the task draws them, and a table of values; or one picture of all samples. Settings after
-    FOLDER change inference only, not what was learned: model.guidance=4, or --sample_steps 100.
+    Writes pictures if the task draws them, and a table of values; or one picture of all samples. Settings after FOLDER
+    change inference only, not the trained weights: model.guidance=4, or --sample_steps 100.
     """
     from halfstep.cli._predict_outputs import (
         DrawnSamples,

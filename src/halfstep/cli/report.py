@@ -41,7 +41,7 @@ def run(
     ] = None,
     watch: Annotated[bool, flag("--watch", "Write it anew every minute until the runs have ended.")] = False,
     examine: Annotated[
-        bool, flag("--examine", "Build the runs' models again: formats, headroom, memory and risks, kept beside them.")
+        bool, flag("--examine", "Rebuild the runs' models: formats, headroom, memory and risks, kept with the runs.")
     ] = False,
     json: Json = False,
 ) -> None:

@@ -45,7 +45,7 @@ def run(
         bool, flag("--extend", "Go on with a finished run, up to the --epochs or --steps given, at its last lr.")
     ] = False,
     rewarm: Annotated[
-        bool, flag("--rewarm", "With --extend: a new warm-up and decay of the lr over what is added.")
+        bool, flag("--rewarm", "With --extend: a new warm-up and decay of the lr over the added steps.")
     ] = False,
     show: Annotated[bool, flag("--show", "Print the resolved recipe, and train nothing.")] = False,
     json: Annotated[bool, flag("--json", "Print the result as one JSON object at the end.")] = False,

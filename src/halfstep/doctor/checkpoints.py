@@ -63,7 +63,7 @@ def check_checkpoint(path: Path, name: str) -> list[LocatedFinding]:
 
 
 def _of_folder(folder: Path, name: str) -> list[LocatedFinding]:
-    """Return what is found in the files of a folder, and what is missing beside them."""
+    """Return the findings in the files of a folder, and on missing files."""
     files = sorted(path for path in islice(folder.iterdir(), MOST_FILES) if path.is_file())
     found: list[LocatedFinding] = []
     for one in (one for path in files for one in check_checkpoint(path, f"{name}/{path.name}")):
@@ -209,16 +209,16 @@ def _fp16_setting(root: Any) -> str | None:
 
 def _in_16_bits(name: str, narrow: Mapping[str, str], total: int, severity: Severity) -> LocatedFinding:
     key, format = next(iter(narrow.items()))
-    beside = "; the state of an optimizer is beside them: they are trained as they are" if severity == "warning" else ""
-    evidence = f"{len(narrow)} of {total} tensors are in 16 bits, such as `{key}` in {format}{beside}"
+    trained = "; an optimizer state is saved with them, so they are trained in 16 bits" if severity == "warning" else ""
+    evidence = f"{len(narrow)} of {total} tensors are in 16 bits, such as `{key}` in {format}{trained}"
     fix = "load them into a model in fp32 before training, and let autocast compute in 16 bits"
     return _found("checkpoint.weights_in_16_bits", severity, name, evidence, fix)
 
 
 def _no_scaler(name: str, optimizer: str, asked: str) -> LocatedFinding:
-    evidence = f"`{optimizer}` is saved and no scaler, of a run in fp16 ({asked}): a resumed run begins with a loss "
-    evidence += "scale of 65536 again, and skips steps until it has found its own"
-    return _found("checkpoint.no_scaler", "warning", name, evidence, 'save "scaler": scaler.state_dict() beside it')
+    evidence = f"`{optimizer}` is saved and no scaler, of a run in fp16 ({asked}): a resumed run starts with a loss "
+    evidence += "scale of 65536 again, and skips steps until the scale fits"
+    return _found("checkpoint.no_scaler", "warning", name, evidence, 'save "scaler": scaler.state_dict() as well')
 
 
 def _found(id: str, severity: Severity, name: str, evidence: str, fix: str) -> LocatedFinding:

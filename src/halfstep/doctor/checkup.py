@@ -33,7 +33,7 @@ def judge(settings: Sequence[FoundSetting]) -> SettingsVerdict:
     speaking = [s for s in settings if s.claim]
     if not speaking:
         return SettingsVerdict(None, [])
-    # `auto` can still conflict with other settings of its own file, so those are compared per file below.
+    # `auto` can still conflict with other settings of the same file, so those are compared per file below.
     firm = [s for s in speaking if s.claim and (s.claim.meaning != AUTO or s.claim.denies)]
     groups = [firm, *(_same_file(speaking, s) for s in speaking if s not in firm)]
     for group in groups:

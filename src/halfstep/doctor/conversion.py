@@ -111,7 +111,7 @@ def to_recipe(project: Project, runs: Sequence[Run], precision: str | None) -> s
         raise WrongUse(
             f"--write, where {project.root} has no settings of a trainer",
             allowed="a file of accelerate, DeepSpeed, Lightning, Hydra or TrainingArguments, or a launch line",
-            do="halfstep recipes lists recipes to begin with",
+            do="halfstep recipes lists recipes to start from",
         )
     taken, left = _taken(stated)
     for key in [key for key in taken if key.startswith("loss_scale.") and precision != "fp16"]:
@@ -149,7 +149,7 @@ def _in_file(place: str, text: str) -> Iterator[Stated]:
 
 
 def _taken(stated: Sequence[Stated]) -> tuple[dict[str, tuple[Any, Stated]], list[tuple[Stated, str]]]:
-    """Return our keys with their values, and what is left with the reason."""
+    """Return our keys with their values, and the remaining settings with the reason."""
     taken: dict[str, tuple[Any, Stated]] = {}
     left: list[tuple[Stated, str]] = []
     by_value = any(one.leaf == "gradient_clip_algorithm" and one.value == "value" for one in stated)

@@ -228,7 +228,7 @@ def _with_loose(run: Run, loose: Sequence[SettingSource], environment: SettingSo
     files = [source for source in loose if source.kind == "accelerate"]
     start, aside = run.start, ()  # type: str, tuple[SettingSource, ...]
     if files and run.launch is None:
-        # A script of accelerate, beside a file of accelerate, is started with accelerate launch.
+        # A script that uses accelerate, with a configuration of accelerate, is started with accelerate launch.
         sources, start = [*sources, *files], ACCELERATE
     elif files and ("accelerate" in run.tools or "transformers" in run.tools):
         aside = tuple(files)

@@ -1,6 +1,6 @@
 """Check the machine: shared memory for data workers, and versions and GPUs that are known to be bad. Imports no torch.
 
-What is known to be bad is data: `precision/known_bad.json`, each entry with its sources.
+Known defects are data: `precision/known_bad.json`, each entry with its sources.
 """
 
 from __future__ import annotations

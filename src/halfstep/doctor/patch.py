@@ -49,7 +49,7 @@ def _bare(text: str) -> list[str]:
 
 
 def apply_edits(root: Path, edits: Sequence[Edit]) -> list[str]:
-    """Write the edits and return the files that changed; on an error every file is as it was.
+    """Write the edits and return the changed files; on an error every file is restored.
 
     Raise `WrongUse` where a file has changed since it was read.
     """
@@ -59,9 +59,9 @@ def apply_edits(root: Path, edits: Sequence[Edit]) -> list[str]:
 
 
 def write_texts(root: Path, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Write the texts of `after` and return their files; on an error every file is as it was.
+    """Write the texts of `after` and return their files; on an error every file is restored.
 
-    Raise `WrongUse` where a file is no longer as it was read.
+    Raise `WrongUse` if a file has changed since it was read.
     """
     originals: dict[Path, bytes] = {}
     try:

@@ -1,4 +1,4 @@
-"""Outline what is in a file of `torch.save` from the opcodes of its pickle. Nothing is unpickled. Imports no torch."""
+"""Outline the content of a `torch.save` file from the opcodes of its pickle. Nothing is unpickled. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 64 * 2**20
-"""Bytes of the pickle alone; tensors are in files of their own beside it."""
+"""Bytes of the pickle alone; tensors are in separate files."""
 MOST = 2_000_000
 """Opcodes that are followed. The state of a model with a thousand tensors has some 50,000."""
 _DICTS = ("collections OrderedDict", "collections defaultdict", "builtins dict")
@@ -68,7 +68,7 @@ def things(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def tensor_format(value: Any) -> str | None:
-    """Return the format of a tensor; None for what is no tensor."""
+    """Return the format of a tensor; None for any other value."""
     while isinstance(value, Thing) and value.name == "torch._utils _rebuild_parameter" and value.given:
         value = value.given[0]
     is_tensor = isinstance(value, Thing) and value.name.startswith("torch._utils _rebuild_tensor")

@@ -1,4 +1,4 @@
-"""Check a whole project: who wins in each run, what is ignored, what contradicts, and one verdict. Imports no torch."""
+"""Check a whole project: effective, ignored and contradictory settings per run, and one verdict. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def check_project(folder: str, variables: Mapping[str, str] = os.environ) -> Pro
 def examine_project(
     folder: str, variables: Mapping[str, str] = os.environ, changed: Mapping[str, str] | None = None
 ) -> tuple[Project, list[Run], list[LocatedFinding]]:
-    """Return a folder as it was read, its runs, and all findings; raise `WrongUse` where there is no such folder.
+    """Return the content of a folder, its runs, and all findings; raise `WrongUse` if there is no such folder.
 
-    The texts of `changed` stand in the place of files.
+    The texts of `changed` replace those of files.
     """
     project = read_project(folder, changed)
     runs = runs_of(project, from_environment(variables))
@@ -55,7 +55,7 @@ def examine_project(
 
 
 def report_of(project: Project, runs: Sequence[Run], findings: Sequence[LocatedFinding]) -> ProjectReport:
-    """Return the report of a folder as it was read."""
+    """Return the report of a folder."""
     settings = {(s.place, s.line, s.key): s for source in project.sources for s in source.precision}
     settings |= {(s.place, s.line, s.key): s for launch in project.launches for s in launch.source.precision}
     settings |= {(s.place, s.line, s.key): s for run in runs for source in run.sources for s in source.precision}

@@ -97,7 +97,7 @@ class ProjectReport(ShownAsPage):
 def project_page(
     report: ProjectReport, patch: ProjectPatch | None = None, written: Path | None = None, settings: bool = False
 ) -> Page:
-    """Return the page of a check, with what was asked for: a patch, a recipe, the settings."""
+    """Return the page of a check, with the requested parts: a patch, a recipe, the settings."""
     blocks = [*_verdict(report), *_findings(report.findings), *_in_tests(report.findings)]
     blocks += [block for run in report.runs for block in _who_wins(run)]
     if settings:

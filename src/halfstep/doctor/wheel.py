@@ -66,7 +66,7 @@ def check_build(build: Build) -> list[Finding]:
 
 def _cpu_only(build: Build) -> Iterator[Finding]:
     if build.boards and build.cuda is None and not build.other:
-        evidence = f"torch {build.torch} is built for CPUs only, beside {_names(build)}: everything runs on the CPU"
+        evidence = f"torch {build.torch} is a CPU build, but there is {_names(build)}: everything runs on the CPU"
         yield Finding("wheel.cpu_only", "error", evidence, _install(build))
 
 
@@ -112,7 +112,7 @@ def _install(build: Build) -> str:
     fitting = [cuda for cuda, since in _WHEELS if cuda[0] <= newest and oldest >= since]
     if not fitting:
         return "install a newer NVIDIA driver; torch's own page lists builds for other GPUs: pytorch.org/get-started"
-    # pip has to be told where builds for other versions of CUDA are; uv knows them by name.
+    # pip needs the index of builds for other versions of CUDA; uv knows them by name.
     backend = "cu" + "".join(map(str, fitting[0]))
     return f"pip install uv && uv pip install --reinstall torch torchvision --torch-backend {backend}"
 

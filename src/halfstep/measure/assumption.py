@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Assumption:
-    """What was assumed of data or numbers that a size or a branch depends on."""
+    """An assumption about data or numbers that a size or a branch depends on."""
 
     place: str
     """The line that needs the numbers, as file:line: text; or the setting."""

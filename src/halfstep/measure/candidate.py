@@ -99,7 +99,7 @@ class Candidate:
     def _own_random_numbers(self) -> Iterator[None]:
         """Use the candidate's own generator states, then restore the caller's.
 
-        All candidates draw the same random numbers in whatever order they are timed.
+        All candidates draw the same random numbers, regardless of the order in which they are timed.
         """
         before = generator_states(self.device)
         set_generator_states(self._generators, self.device)

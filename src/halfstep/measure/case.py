@@ -55,11 +55,11 @@ class Case:
     """Opens the full data source; None where this batch is all there is. Called only where reading is measured."""
     setting: StepSetting = field(default_factory=StepSetting)
     average: bool = False
-    """Whether an average of the weights is stored beside them."""
+    """Whether an average of the weights is kept in memory too."""
     compiled: bool = False
     """Whether a part of the model, or the loss function, was given to torch.compile before it was described."""
     assumptions: tuple[Assumption, ...] = ()
-    """What was assumed to make the case."""
+    """The assumptions behind the case."""
     is_recipe: bool = False
     """Whether a recipe chose the setting; in a case of the user's own it is the default, and nobody's choice."""
 

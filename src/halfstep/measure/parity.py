@@ -25,7 +25,7 @@ CONFIDENCE = 0.9
 
 @dataclass(frozen=True)
 class ParityTest:
-    """The comparison of a candidate with fp32. Positive differences are improvements, for metrics and losses alike."""
+    """The comparison of a candidate with fp32. Positive differences are improvements, for both metrics and losses."""
 
     verdict: Verdict
     margin: float

@@ -78,10 +78,10 @@ Settings: TypeAlias = "Mapping[str, Any] | Sequence[str]"
 def subject_of(
     given: Measurable, loss_fn: LossFunction | None = None, batch: Any = None, settings: Settings = ()
 ) -> Subject | Case:
-    """Return what is measured: a `Case` of live objects, or a `Subject` that any process can open.
+    """Return the subject of a measurement: a `Case` of live objects, or a `Subject` that any process can open.
 
     `settings` change a recipe. Raises `WrongUse` for a model without loss function and batch, for anything else with
-    them, and for what is neither a model, a case nor a recipe.
+    them, and for objects that are neither a model, a case nor a recipe.
     """
     words = [f"{key}={dumps(value)}" for key, value in settings.items()] if isinstance(settings, Mapping) else settings
     if isinstance(given, nn.Module):

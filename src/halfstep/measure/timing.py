@@ -56,7 +56,7 @@ Name = TypeVar("Name")
 
 
 class Timed(Protocol):
-    """A candidate in this process or in a process of its own."""
+    """A candidate in this process or in a separate one."""
 
     def seconds(self, steps: int = 1) -> float: ...
 
@@ -105,7 +105,7 @@ class TimedRace(Generic[Name]):
     """The result of a race."""
 
     speeds: dict[Name, Speed]
-    """The speed of every candidate timed at least once beside the baseline."""
+    """The speed of every candidate timed at least once against the baseline."""
     interrupted: bool = False
     """Whether Ctrl-C ended it."""
     failed: dict[Name, CandidateFailed | CandidateTooSlow] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class _Running(Generic[Name]):
     def take_turn(self, turn: int) -> None:
         """Time every candidate once; an incomplete turn is not counted."""
         times: dict[Name, float] = {}
-        # The order changes from turn to turn, so that a drift of the machine affects all candidates alike.
+        # The order changes from turn to turn, so that a drift of the machine affects all candidates equally.
         for name in clock.order(list(self._candidates), turn):
             try:
                 times[name] = self._candidates[name].seconds(self._steps)

@@ -44,7 +44,7 @@ class Comparison:
     """Several runs side by side."""
 
     runs: list[tuple[str, RunFacts]]
-    """The runs, each with a name of its own."""
+    """The runs, each with a unique name."""
     judgement: Judgement
 
     @property

@@ -1,7 +1,7 @@
-"""Examine the model of a run once, and keep the findings beside it: formats, headroom, memory, survival.
+"""Examine the model of a run once, and keep the findings in its folder: formats, headroom, memory, survival.
 
-A report itself only reads. What the journal cannot know, because it costs a model that is built again, is found on
-request, with random weights and the recipe's own data, and stays in the run's folder for every later report.
+A report itself only reads. Facts that need the model to be built again are not in the journal; they are measured on
+request, with random weights and the recipe's own data, and stay in the run's folder for every later report.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARTS = ("estimate", "audit", "survival")
 
 
 def read_examined(run: Path) -> dict[str, Any]:
-    """Return what was found about the model of this run's present recipe; empty where nothing was."""
+    """Return the findings about the model of this run's current recipe; empty if there are none."""
     found = fields(read_json(run / EXAMINED))
     if found.get("format") != FORMAT or found.get("recipe") != _digest(run):
         return {}

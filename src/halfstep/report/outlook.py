@@ -49,7 +49,7 @@ class Outlook(NamedTuple):
 
 
 def outlook_of_run(run: RunFacts) -> Outlook:
-    """Return what the precision of a run means, from its journal and what was found about its model."""
+    """Return the consequences of a run's precision, from its journal and the findings about its model."""
     columns = estimate_columns(run.examined)
     return Outlook(
         [("Speed", _run_speed(run)), ("Memory", _run_memory(run, columns))],
@@ -70,7 +70,7 @@ def _run_speed(run: RunFacts) -> str:
     said = f"{numbers.speed(rate)} samples/s in {run.chosen}" if known(rate) else "not measured"
     recipe = shlex.quote(str(run.folder / "recipe.yaml"))
     precisions = "fp32,bf16" if run.chosen in ("fp32", "tf32") else f"fp32,{run.chosen}"
-    return f"{said}; beside fp32: halfstep bench {recipe} --precisions {precisions}"
+    return f"{said}; compared with fp32: halfstep bench {recipe} --precisions {precisions}"
 
 
 def _run_memory(run: RunFacts, columns: list[dict[str, Any]]) -> str:

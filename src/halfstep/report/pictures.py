@@ -21,7 +21,7 @@ _NAME = re.compile(r"epoch-([0-9]{4,9})\.png")
 
 
 def pictures_of(run: Path, best_epoch: float, room: int) -> tuple[list[Picture], list[str]]:
-    """Return up to three pictures that together fit into `room` bytes of a page, and what was left out and why."""
+    """Return up to three pictures that together fit into `room` bytes of a page, and the reasons for omitted ones."""
     chosen = _chosen(run / FOLDER, best_epoch)
     found: list[Picture] = []
     left_out: list[str] = []

@@ -127,7 +127,7 @@ def _risks(plan: Plan) -> Iterator[Risk]:
         yield Risk("Compiling", WATCH, "another shape of input is compiled anew, and takes as long as the first step")
     for cell in plan.ladder:
         if cell.cut and cell.cut not in list(NotMeasured):
-            yield Risk(f"{cell.name}, passed over", LOW, cell.cut)
+            yield Risk(f"{cell.name}, rejected", LOW, cell.cut)
 
 
 def _expectations(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -135,7 +135,7 @@ def _expectations(plan: Plan) -> Iterator[tuple[str, str]]:
     if choice.speed is not None:
         yield "An update", f"about {numbers.duration(choice.speed.seconds)}"
     if choice.first_step is not None:
-        yield "The first update", f"{numbers.duration(choice.first_step)}, with what is prepared or compiled in it"
+        yield "The first update", f"{numbers.duration(choice.first_step)}, including preparation and compilation"
     if choice.peak is not None:
         yield "Memory of an update", f"{numbers.size(choice.peak)} of tensors, predicted"
     yield "Loss", f"beside fp32's: {plan.parity.why}"

@@ -17,7 +17,7 @@ MOST_CLASSES = 8
 
 
 def curves_of(run: RunFacts) -> list[Curves]:
-    """Return what was optimized: loss, metric, its classes, learning rate, loss scale and gradient norm."""
+    """Return the curves of a run: loss, metric, its classes, learning rate, loss scale and gradient norm."""
     recorded = run.recorded
     loss, rate, scale, norm = (_of_steps(run, name) for name in ("loss", "lr", "loss_scale", "grad_norm"))
     val = curve_points(recorded.epochs, "val.loss")
@@ -109,7 +109,7 @@ def compared(runs: Sequence[tuple[str, RunFacts]]) -> list[Curves]:
 
 
 def smooth(given: Sequence[float]) -> list[float]:
-    """Return the mean over a fiftieth of the run before and after each number, so that curves can be told apart."""
+    """Return the mean over a fiftieth of the run before and after each number, so that curves stay distinguishable."""
     reach = max(1, len(given) // 50)
     sums = [0.0, *accumulate(given)]
     spans = [(max(n - reach, 0), min(n + reach + 1, len(given))) for n in range(len(given))]

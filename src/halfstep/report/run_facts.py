@@ -203,7 +203,7 @@ def _skips(recorded: Summary) -> str:
 
 
 def precision_rows(run: RunFacts) -> Pairs:
-    """Return what was asked for, what was chosen and why, and what was observed."""
+    """Return the requested precision, the chosen one with the reason, and the observed one."""
     found = run.precision
     asked = text(found.get("asked"), 80) or NOT_RECORDED
     took = text(found.get("took"), 80)
@@ -282,7 +282,7 @@ MOST_BAD_SAMPLES = 20
 
 @dataclass
 class Incident:
-    """A failed step with the verdict of its replay, or another event of note, and what was done about it."""
+    """A failed step with the verdict of its replay, or another notable event, and the action taken."""
 
     json_keys: ClassVar = ("attempt", "cause", "sentence", "culprit", "cures", "evidence", "done=all_done", "replay")
 
@@ -307,7 +307,7 @@ class Incident:
 
 
 def incidents(run: RunFacts) -> list[Incident]:
-    """Return the failed steps with the verdict of their replay, what was done about each, and unusable samples."""
+    """Return the failed steps with the verdict of their replay, the action taken on each, and unusable samples."""
     kept = {one.attempt for one in generations(run.folder / FAILED_STEPS)}
     found: list[Incident] = []
     for _, event in run.recorded.guard:

@@ -56,8 +56,8 @@ def read_journal(run: Path, why_empty: str = "") -> Summary:
         ended = f": {why_empty}" if why_empty else ""
         raise BadData(
             f"{run} has a recipe and no {JOURNAL}{ended}",
-            allowed="a run that has begun",
-            do=f"start it again with the same command; {run}/train.log has what it said, if anything",
+            allowed="a started run",
+            do=f"start it again with the same command; {run}/train.log has its output, if any",
         )
     try:
         found = summarize(path)

@@ -62,7 +62,7 @@ def run_page(run: RunFacts, pictures: Sequence[Picture] = (), left_out: Sequence
 
 
 def run_details(run: RunFacts) -> Iterator[Block]:
-    """Yield what is known besides curves and incidents."""
+    """Yield the facts other than curves and incidents."""
     yield Heading("Speed and memory while it ran")
     none = Paragraph((Span("Not measured: a run measures every ", "dim"), Span("run.log_every", "code"), " steps."))
     yield from charts_of(*speed_of(run), memory_of(run)) or (none,)
@@ -106,7 +106,7 @@ def _incident(one: Incident) -> Box:
     if one.cures:
         blocks += [Heading("Replayed with", level=3), Items(tuple(f"{cure}: {works}" for cure, works in one.cures))]
     blocks += [Heading("Evidence", level=3), Items(tuple(one.evidence))] if one.evidence else []
-    blocks += [Heading("What was done", level=3), Items(tuple(one.done)), *_do(one.do)]
+    blocks += [Heading("Action taken", level=3), Items(tuple(one.done)), *_do(one.do)]
     blocks += [Command(one.replay, "replay it: ")] if one.replay else []
     title = f"{'Why it ended: ' if one.ended_run else ''}{place}{one.cause}"
     return Box(title, tuple(blocks), "warn" if one.cause in _CALM else "bad")

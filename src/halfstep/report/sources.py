@@ -1,4 +1,4 @@
-"""Tell runs, benches and plans apart by what is in them, and read each."""
+"""Recognize runs, benches and plans by their contents, and read each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from halfstep.report.plan_facts import PlanFacts
 
 MOST = 12
-"""Runs, benches and plans on one page: more curves cannot be told apart."""
+"""Runs, benches and plans on one page: more curves are indistinguishable."""
 BENCH = "bench.json"
 ALLOWED = f"the folder of a run (with {RECIPE}) or of a bench (with {BENCH}), or the output of `halfstep plan --json`"
 
@@ -25,7 +25,7 @@ Source = Union[RunFacts, "BenchFacts", "PlanFacts"]
 
 
 def read_sources(paths: Sequence[Path]) -> list[Source]:
-    """Return what is in each path, in the order given.
+    """Return the contents of each path, in the given order.
 
     Raises BadData where a path is none of a run, a bench and a plan, and WrongUse for too many of them.
     """

@@ -59,11 +59,11 @@ def report(
     """Write one page about runs, benches and plans: the verdict, curves, incidents, samples, and where it came from.
 
     Args:
-        paths: Folders of runs and benches, and files of `halfstep plan --json`; several runs are compared.
-        output: The file to write; if left out, `report.html` in the folder given, or here for several.
-        format: `html`, one file with everything in it, or `md`, for a pull request.
-        examine: Build the runs' models again for formats, headroom, memory and risks, which are kept beside them.
-        refresh: Seconds after which the page of a run that goes on loads itself again.
+        paths: Folders of runs and benches, and files of `halfstep plan --json`; several runs are compared. output: The
+        file to write; if left out, `report.html` in the folder given, or here for several. format: `html`, one file
+        with everything in it, or `md`, for a pull request. examine: Build the runs' models again for formats, headroom,
+        memory and risks; the results are kept in the runs' folders. refresh: Seconds after which the page of a run that
+        goes on loads itself again.
 
     Returns:
         The file, what it is about, and the comparison of several runs.
@@ -98,7 +98,7 @@ def report(
 
 
 def _file(paths: list[Path], output: str | os.PathLike[str] | None, format: str) -> Path:
-    """Return the file to write; if none is given, beside what the page is about, or here for several."""
+    """Return the file to write; by default in the folder of the page's subject, or here for several."""
     if format not in FORMATS:
         raise UnknownName(
             advice(f"--format {format}", f"format={format!r}"),

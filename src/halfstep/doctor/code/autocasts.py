@@ -26,7 +26,7 @@ def may_open(text: str) -> bool:
     """Return whether a file may open autocast; models of transformers only switch it off, and need no parsing."""
     if "autocast" not in words_of(text):
         return False
-    # A search that begins with \b looks at every letter of a file.
+    # A pattern with a leading \b is tried at every letter of a file.
     places = [m.start() for m in _OPENED.finditer(text) if not re.match(r"\w", text[m.start() - 1 : m.start()])]
     islands = sum(_ISLAND.match(text, place) is not None for place in places)
     return len(places) > islands + text.count("import autocast")

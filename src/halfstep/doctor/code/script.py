@@ -220,7 +220,7 @@ class Script:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _walk(self) -> None:
-        # Half a million nodes in a large project: what is looked up, called or built here is paid for each of them.
+        # Half a million nodes in a large project: every lookup, call or object here is paid for each of them.
         stack: list[ast.AST] = [self.tree]
         scopes, parents, by_type = self.scopes, self.parents, self._by_type
         scopes[self.tree] = self.tree
@@ -313,7 +313,7 @@ def syntax_tree(text: str) -> ast.Module:
 
 
 def path_of(node: ast.AST) -> str | None:
-    """Return a variable as text, such as `self.scaler` or `optimizers['d']`; None for what is no variable."""
+    """Return a variable as text, such as `self.scaler` or `optimizers['d']`; None for any other expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -326,7 +326,7 @@ def path_of(node: ast.AST) -> str | None:
 
 
 def method(call: ast.AST) -> str | None:
-    """Return the name of the method that is called; None for what is no call of a method."""
+    """Return the name of the method that is called; None for any other expression."""
     return call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
 
 

@@ -62,7 +62,7 @@ def _module(script: Script, call: ast.Call) -> ast.expr | None:
 def _cast_before(script: Script, module: ast.expr, optimizer: ast.Call, format: Named) -> ast.Call | None:
     """Return the last cast of a module before an optimizer is built over it, if it is one to this format."""
     path, scope = path_of(module), script.scopes[optimizer]
-    # The cast of a module changes it in place, whatever becomes of the result.
+    # The cast of a module changes it in place, even if the result is unused.
     certain = [
         call for call in script.calls(scope)
         if path is not None and _cast_module(call) == path and cast_to(script, call) and precedes(call, optimizer)

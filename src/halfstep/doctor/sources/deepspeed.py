@@ -30,7 +30,7 @@ def deepspeed_settings(document: Document) -> SettingSource:
         raise BadRecipe(
             f"{document.place} is not JSON: {error}"[:300],
             allowed="DeepSpeed's configuration, one JSON object",
-            do="mend the line, and try it with python -m json.tool " + document.place,
+            do="fix the line, and check it with python -m json.tool " + document.place,
         ) from None
     sections = {key: value for key, value in document.content.items() if isinstance(value, Mapping)}
     formats = {key: value for key, value in sections.items() if key in ("fp16", "bf16", _OLD_BF16)}

@@ -28,7 +28,7 @@ _KEY = re.compile(r"\s*([\w.\"'-]+)\s*=")
 
 
 def read_foreign(text: str, where: str) -> Read:
-    """Return the mapping in a file, with the line of each key; raise BadRecipe for what is no such file."""
+    """Return the mapping in a file, with the line of each key; raise BadRecipe for any other file."""
     if where.lower().endswith(".toml"):
         return _read_toml(text, where)
     # JSON is valid YAML except for tabs between tokens; tabs inside strings are invalid JSON anyway.
@@ -136,7 +136,7 @@ def _scalar(event: Any, where: str) -> Any:
 
 
 def _merge(node: dict[str, object]) -> None:
-    """Add the keys of `<<` that a mapping has not."""
+    """Add the keys of `<<` that a mapping lacks."""
     merged = node.pop(_MERGE)
     for other in merged if isinstance(merged, list) else [merged]:
         for key, value in other.items() if isinstance(other, dict) else ():

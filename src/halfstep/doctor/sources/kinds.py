@@ -49,7 +49,7 @@ _LIGHTNING = frozenset(
 _TASKS = ("classification", "diffusion", "segmentation")
 """Tasks of halfstep, without an import of them: a task of one's own is named with a colon."""
 _ENOUGH = 2
-"""How many of a tool's keys make a file one of its own."""
+"""The number of a tool's keys that identify its file."""
 
 
 _OTHER_PROGRAMS = (
@@ -98,7 +98,7 @@ def _is_hydra(content: Mapping[str, object], text: str, json: bool) -> bool:
 def _is_lightning(content: Mapping[str, object], text: str, json: bool) -> bool:
     holders = [content, *(one for name in SUBCOMMANDS if isinstance(one := content.get(name), Mapping))]
     trainers = [holder.get("trainer") for holder in holders]
-    # Keys of other projects' trainers, as in `trainer: {amp: True, lr: 1e-5}`, which Lightning's has not.
+    # Keys of other projects' trainers that Lightning's lacks, as in `trainer: {amp: True, lr: 1e-5}`.
     own = [set(t) & _LIGHTNING for t in trainers if isinstance(t, Mapping) and not {"amp", "fp16", "lr"} & set(t)]
     told = "seed_everything" in content or "class_path:" in text
     return any(len(keys) >= _ENOUGH or (keys and told) for keys in own)
@@ -128,7 +128,7 @@ _READERS: dict[Kind, Callable[[Document], SettingSource]] = {
 def from_configuration(place: str, text: str) -> SettingSource | None:
     """Return the settings of a YAML, JSON or TOML file, None where it has none.
 
-    Raise the reader's errors for what is no plain data, and for a word that the program which reads it does not know.
+    Raise the reader's errors for anything but plain data, and for a word that the reading program does not know.
     """
     if not SPEAKS.search(text):
         return None

@@ -117,7 +117,7 @@ def _parts(words: Sequence[Word]) -> Iterator[list[Word]]:
 
 
 def _assignments(words: Sequence[Word]) -> tuple[list[Word], list[Word]]:
-    """Return the variables that a command sets, and what is left of it."""
+    """Return the variables that a command sets, and the rest of the command."""
     left = list(words)
     if left and left[0].text in ("export", "declare", "set"):
         return [word for word in left[1:] if _ASSIGNMENT.fullmatch(word.text)], []
@@ -125,7 +125,7 @@ def _assignments(words: Sequence[Word]) -> tuple[list[Word], list[Word]]:
     while left and (_ASSIGNMENT.fullmatch(left[0].text) or left[0].text in _WRAPPERS):
         word = left.pop(0)
         found += [word] if _ASSIGNMENT.fullmatch(word.text) else []
-        # `srun --ntasks 2 python`: the wrapper's own options end where a launcher begins.
+        # `srun --ntasks 2 python`: the wrapper's own options end at the launcher.
         while word.text in _WRAPPERS and left and not _begins_launch(left[0].text):
             if _ASSIGNMENT.fullmatch(left[0].text) or left[0].text in _WRAPPERS:
                 break

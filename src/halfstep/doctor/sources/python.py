@@ -46,7 +46,7 @@ _MAIN = "main"
 
 @dataclass
 class Found:
-    """What was found in a script: settings, the defaults of its arguments, the files that it names, its words."""
+    """The contents of a script: settings, the defaults of its arguments, the files that it names, its words."""
 
     facts: Facts
     arguments: dict[str, tuple[object, int]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ _IMPORTED = re.compile(r"^(?:from\s+(\w[\w.]*)\s+import|import\s+(\w[\w.]*))", r
 def from_python(place: str, text: str) -> SettingSource:
     """Return the settings of a script, the files and modules that it names, and the libraries that it uses.
 
-    Raise `SyntaxError` for what is no Python, and `ValueError` or `RecursionError` for what cannot be parsed.
+    Raise `SyntaxError` for invalid Python, and `ValueError` or `RecursionError` for text that cannot be parsed.
     """
     found = Found(facts_of(place, text))
     calls = list(found.script.calls())

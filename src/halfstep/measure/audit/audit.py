@@ -87,7 +87,7 @@ def _recorded(loss_fn: Callable[[nn.Module, Any], Any], calls: list[Any]) -> Cal
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
-# Report findings beside those of lint: work in another format, idle islands, and values that do not fit.
+# Report findings in addition to those of lint: work in another format, idle islands, and values that do not fit.
 
 
 _TOLD_BY_LINT = ("mask-overflows", "reduction-overflows")
@@ -315,7 +315,7 @@ class _Audited:
             return
         reference = watched_step(self.case, self.device, precision_named("fp32"))
         for done, path in enumerate(self.declared, 1):
-            # An idle island changes nothing, and has a finding of its own.
+            # An idle island changes nothing, and has a separate finding.
             if path not in self.watched.observation.idle_islands:
                 name = self.precision.computes.name
                 self.verdicts.append(judged(path, name, self.watched, reference, lambda path: self._step(path)))

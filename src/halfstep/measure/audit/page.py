@@ -106,7 +106,7 @@ def audit_page(audit: Audit, *, every: bool = False, picture: Path | None = None
     """Return the page of an audit; `every` lists each module, `command` is what to type next."""
     blocks: list[Block] = []
     if audit.interrupted:
-        blocks.append(Paragraph(Span("interrupted: this is what was seen until then", "warn")))
+        blocks.append(Paragraph(Span("interrupted: results so far", "warn")))
     blocks += [Paragraph(_verdict(audit)), Paragraph(Span(_circumstances(audit), "dim"))]
     if audit.stopped:
         blocks.append(Paragraph(Span(f"the step ended early: {audit.stopped}", "warn")))

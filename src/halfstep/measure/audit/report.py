@@ -55,7 +55,7 @@ def judged(
         return IslandVerdict(path, True, f"without it {reason}")
     # Checked last: a broken step can still show that the island is needed, but never that it is not.
     if not with_it.fits:
-        return IslandVerdict(path, None, "the step is not finite with it either, so nothing can be told from it")
+        return IslandVerdict(path, None, "the step is not finite with it either, so the test is inconclusive")
     return IslandVerdict(path, False, f"{format_name} has room: {_room(path, found)}")
 
 
@@ -138,7 +138,7 @@ class ModuleRow:
     module: str
     kind: str
     stored: Mapping[str, int]
-    """Number of its own parameters by format."""
+    """Number of parameters by format, without those of submodules."""
     computed: Mapping[str, float]
     """Shares by format, largest first: of its FLOPs, or of its results if it has no matrix work."""
     flops: Mapping[str, int]
@@ -153,7 +153,7 @@ class ModuleRow:
 
 
 def rows_of(model: nn.Module, watched: ObservedStep) -> tuple[ModuleRow, ...]:
-    """Return a row for each module with work or weights of its own, in the model's order; then one for outside code."""
+    """Return a row for each module with direct work or weights, in the model's order; then one for outside code."""
     # torch.compile wraps modules and puts this prefix in their paths; the recorder reports paths without it.
     modules = {path.replace("_orig_mod.", ""): module for path, module in model.named_modules()}
     total = sum(sum(work.flops.values()) for work in watched.works.values()) or 1

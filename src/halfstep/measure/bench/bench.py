@@ -42,7 +42,7 @@ from halfstep.status_line import OnProgress
 OneRun = Callable[[int], RunResult]
 """Trains one candidate with a seed."""
 Race = Callable[[Sequence[str]], BenchTimes]
-"""Times the named candidates beside one another."""
+"""Times the named candidates in turns."""
 
 
 def compare(
@@ -62,8 +62,8 @@ def compare(
     """Run all candidates with all seeds and return the bench; the first candidate is the baseline.
 
     `configs` describes the candidates whose name is not their precision. A candidate that fails once is not run again.
-    Each seed runs all candidates, starting with another one each time, so that changes of the machine affect all alike.
-    Raises `WrongUse` without candidates.
+    Each seed runs all candidates, starting with another one each time, so that changes of the machine affect all
+    equally. Raises `WrongUse` without candidates.
     """
     if not arms:
         raise WrongUse("a bench without arms", allowed="a baseline first, then others", do="name at least one")

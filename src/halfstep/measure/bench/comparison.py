@@ -209,7 +209,7 @@ def gain_of_race(speed: Speed) -> Gain:
 
 @dataclass(frozen=True)
 class BenchTimes:
-    """The result of timing candidates beside one another."""
+    """The result of timing candidates in turns."""
 
     gains: Mapping[str, Gain]
     interrupted: bool = False

@@ -234,10 +234,10 @@ def next_command(bench: Bench) -> str:
     # module:callable is a case; a recipe's name has no colon.
     is_case = ":" in bench.name
     if bench.interrupted:
-        return "the same command again" + (", which begins anew" if is_case else " goes on where it was")
+        return "run the same command again; it " + ("starts over" if is_case else "continues where it stopped")
     base = bench.baseline
     if base.failed:
-        return f"mend what {base.name} failed of, then the same command again"
+        return f"fix the failure of {base.name}, then run the same command again"
     if base.finite < len(base.runs):
         return f"make {base.name} train to a finite {bench.metric.name} first, then the same command again"
     if bench.best is None and any(map(_is_open, bench.rows[1:])):

@@ -100,9 +100,9 @@ class Reading:
     whole: dict[str, int]
     moment: Moment
     working: int
-    """The most in forward and backward beside the model, its gradients and its optimizer: what sharding leaves."""
+    """The peak in forward and backward without the model, its gradients and its optimizer: unaffected by sharding."""
     updating: int
-    """The most that the update takes beside them."""
+    """The peak of the update without them."""
 
 
 def read(timeline: Timeline, since: int) -> Reading:
@@ -176,9 +176,9 @@ def estimate(
     """Return the ledger of one update of a model with its loss function and a batch, of "module:callable", or of a
     recipe, which `settings` change; nothing of it is run, touched or copied.
 
-    What is left out is as the recipe says; else bf16, the batch as it is, and fused AdamW. `optimizer` is an instance,
-    or a function that makes one from a model. `device` need not be present ("a100-80gb", "rtx4090", "24GB"); the
-    default is this machine's CPU. Raises `WrongUse` for sizes below 1, for code that depends on values and for any
+    Arguments left out are taken from the recipe; otherwise bf16, the given batch, and fused AdamW. `optimizer` is an
+    instance, or a function that makes one from a model. `device` need not be present ("a100-80gb", "rtx4090", "24GB");
+    the default is this machine's CPU. Raises `WrongUse` for sizes below 1, for code that depends on values and for any
     error of the model, the loss or torch in them, `PrecisionRefused` where CUDA's autocast refuses an operation.
     """
     if any(size is not None and size < 1 for size in (batch_size, microbatches)):
@@ -326,7 +326,7 @@ def _could_be_verified(setting: StepSetting, precision: Precision, device: torch
 
 
 def _beside(candidate: FakeCandidate, case: Case) -> dict[str, int]:
-    """Return the run's memory beside the update: an average, copies of buffers for rollback, other batches."""
+    """Return the run's memory outside of the update: an average, copies of buffers for rollback, other batches."""
     model = candidate.model
     average = [*model.parameters(), *model.buffers()] if case.average else []
     return {
@@ -349,14 +349,14 @@ def _like(optimizer: MakeOptimizer | torch.optim.Optimizer, model: nn.Module) ->
 
     def make(fake: nn.Module) -> torch.optim.Optimizer:
         fakes = dict(fake.named_parameters())
-        # deepcopy does not copy what is in its memo. Parameters that are not the model's get no gradient here.
+        # deepcopy does not copy objects in its memo. Parameters that are not the model's get no gradient here.
         memo: dict[int, Any] = {id(optimizer.state): defaultdict(dict)}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             name = names.get(id(parameter))
             memo[id(parameter)] = torch.empty_like(parameter) if name is None else fakes[name]
         twin = copy.deepcopy(optimizer, memo)
-        # Optimizer.__getstate__ drops attributes beside groups and state. `step` is skipped: a scheduler replaces it
-        # with a wrapper that is bound to the real optimizer.
+        # Optimizer.__getstate__ drops attributes other than groups and state. `step` is skipped: a scheduler replaces
+        # it with a wrapper that is bound to the real optimizer.
         for name, value in vars(optimizer).items():
             if name not in vars(twin) and name != "step":
                 setattr(twin, name, copy.deepcopy(value, memo))

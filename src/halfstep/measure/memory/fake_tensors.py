@@ -306,7 +306,7 @@ def _fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     real = {id(tensor): tensor for tensor in _tensors_of(model) if not isinstance(tensor, FakeTensor)}
     if not real:
         return model
-    # deepcopy does not copy what is in its memo; one twin for each tensor keeps tied weights tied.
+    # deepcopy does not copy objects in its memo; one twin for each tensor keeps tied weights tied.
     memo: dict[int, Any] = {key: _twin(tensor, mode) for key, tensor in real.items()}
     return copy.deepcopy(model, memo)
 
@@ -321,7 +321,7 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 def _twin(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     twin = with_numbers(mode.from_tensor(tensor), tensor)
-    # from_tensor also converts a gradient, and an update begins without.
+    # from_tensor also converts a gradient, but an update starts without one.
     twin.grad = None
     return twin
 

@@ -73,7 +73,7 @@ class Ledger(JsonResult, ShownAsPage):
     """Whether the CPU's autocast rules stand in for those of the device."""
     remarks: tuple[Note, ...] = ()
     assumptions: tuple[Assumption, ...] = ()
-    """What was assumed of numbers of the model that its code reads."""
+    """Assumptions about numbers of the model that its code reads."""
 
     def page(self) -> Page:
         """Return the page about it."""

@@ -32,7 +32,7 @@ def estimate_page(report: EstimateReport, command: str = "") -> Page:
     answers = report.verdict.answers
     blocks: list[Block] = [Paragraph(Span(one.text, "good" if one.fits else "warn", strong=True)) for one in answers]
     if report.interrupted:
-        blocks.append(Paragraph(Span("interrupted: this is what was known by then", "warn")))
+        blocks.append(Paragraph(Span("interrupted: results so far", "warn")))
     if report.devices:
         # The first mode (kept or recomputed activations) that was estimated.
         columns, savings = report.devices[0].columns, report.verdict.savings

@@ -44,7 +44,7 @@ _MANY, _SMALL = 16, 20480
 
 
 def hidden_bytes(operation: Operation) -> int:
-    """Return the most memory that the operation's kernel holds beside its arguments and results."""
+    """Return the peak workspace of the operation's kernel, without its arguments and results."""
     if operation.function is _FORWARD:
         arguments = _in_two_dimensions(operation.arguments, tensors=2)
         return _convolution(arguments, _wide(operation.result)) if _by_onednn(*arguments) else 0
@@ -389,13 +389,12 @@ class Timeline:
         self._follow_recomputing(operation)
         self.moments.append(Moment(self.phase, operation.module))
         part = "cast copies" if _casts_weights(operation) else "temporary"
-        # A sum in place has no memory of its own while it runs: its result replaces the first operand afterwards.
+        # An in-place sum needs no extra memory while it runs: its result replaces the first operand afterwards.
         born = self.now + sums_in_place(operation)
         for tensor in _tensors(operation.result):
             self._meet(tensor, part, operation.module, born)
         for tensor in _tensors((operation.arguments, dict(operation.keywords))):
-            # Not announced by `hold`, so it existed before: a table in the loss, or a second model beside the trained
-            # one.
+            # Not announced by `hold`, so it existed before: a table in the loss, or a second model.
             self._meet(tensor, "weights" if isinstance(tensor, nn.Parameter) else "buffers", operation.module, born=0)
         if not is_covered(operation):
             self.not_covered.setdefault(name_of(operation), operation.module)
@@ -409,7 +408,7 @@ class Timeline:
             self._meet(tensor, part, OUTSIDE).part = part
 
     def begin(self, phase: str) -> None:
-        """Begin a phase. Blocks alive at the end of forward are saved for backward."""
+        """Start a phase. Blocks alive at the end of forward are saved for backward."""
         if self.phase == FORWARD:
             self._keep(since=self._phase_began)
             self.saved_for_backward = [block for block in self._alive.values() if block.part == "activations"]

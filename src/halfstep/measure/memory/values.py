@@ -1,4 +1,4 @@
-"""Follow the numbers that branches and sizes depend on, on tensors that have none; state what is assumed of the rest.
+"""Track the numbers that branches and sizes depend on, on tensors without values; state the assumptions on the rest.
 
 Fake tensors have shapes and no numbers. Numbers that do not depend on the model (labels, masks, lengths, positions) are
 computed next to them. For those that do, an assumption is made and recorded with its line.
@@ -51,7 +51,7 @@ ONCE = "each element is repeated once"
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of a fake tensor, or of a tuple of them, and what was assumed for them."""
+    """The numbers of a fake tensor, or of a tuple of them, and the assumptions behind them."""
 
     value: Any
     assumed: frozenset[str] = frozenset()
@@ -396,7 +396,7 @@ _SIZES: dict[str, tuple[str, Sized]] = {
     "aten::bincount": (EVEN, _one_each),
     "torchvision::nms": (KEPT, _once_each),
 }
-"""What is assumed of operations whose size depends on numbers of the model, and their results by it."""
+"""Assumptions about operations whose size depends on numbers of the model, and their results."""
 
 
 # -- descriptions -----------------------------------------------------------------------------------------------------

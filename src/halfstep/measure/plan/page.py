@@ -305,7 +305,7 @@ def _conditions(plan: Plan) -> Pairs:
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """A plan as it was typed, and the file of its recipe."""
+    """The command line of a plan, and the file of its recipe."""
 
     subject: str
     settings: tuple[str, ...]

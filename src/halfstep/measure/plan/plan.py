@@ -112,7 +112,7 @@ def split(setting: StepSetting) -> str:
 
 
 SECONDS = 180.0
-ELSEWHERE, HERE = "each arm in a process of its own", "all arms in this process"
+ELSEWHERE, HERE = "each arm in a separate process", "all arms in this process"
 
 
 def plan(
@@ -154,7 +154,7 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
     """Search until the time is up or Ctrl-C, and choose from the results so far."""
     interrupted, growing = False, Growing()
     try:
-        # Growing comes after the final and needs time of its own.
+        # Growing comes after the final and needs extra time.
         search.run(final_share=0.5 if grow_batch else 0.9)
         leader, _ = search.decide()
         if grow_batch and leader.speed is not None:

@@ -1,7 +1,7 @@
 """Check briefly whether a setting trains as strict fp32 does, by the losses of the updates that were timed.
 
-Every candidate begins with the same weights and repeats the same batch. All are compared after the same number of
-updates, by the same rule, with the spread of strict fp32 runs that begin with slightly different weights: differences
+Every candidate starts with the same weights and repeats the same batch. All are compared after the same number of
+updates, by the same rule, with the spread of strict fp32 runs that start with slightly different weights: differences
 within that spread are chance. This is a smoke test: it finds a format that overflows, stalls or drifts within about
 twenty updates. Effects after thousands of updates, and accuracy on unseen data, are for `halfstep bench`.
 """
@@ -39,7 +39,7 @@ class Noise:
     """The spread of strict fp32 runs."""
 
     runs: int
-    """Number of runs beside the first."""
+    """Number of runs after the first."""
     spread: float
     """Relative difference of the final losses of the two runs that are furthest apart."""
 

@@ -156,7 +156,7 @@ class Race:
         # torch.compile silently skips some models, such as a bare nn.Sequential in torch 2.13.
         if setting.compile and not candidate.graphs():
             self.leave(setting)
-            raise CandidateFailed("torch.compile passed over the model and compiled nothing, without a word")
+            raise CandidateFailed("torch.compile silently skipped the model")
         return seconds
 
     def _or_leave(self, setting: StepSetting, work: Callable[[], Any]) -> Any:

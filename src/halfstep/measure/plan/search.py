@@ -218,7 +218,7 @@ class Search:
                 before = found
 
     def hold_final(self, share: float) -> None:
-        """Race the leader and its strongest rival beside strict fp32, for as many pairs as time allows."""
+        """Race the leader and its strongest rival against strict fp32, for as many pairs as time allows."""
         leader = self._leader()
         ranked = [leader, *by_speed(self.cells.values())]
         rivals = list(dict.fromkeys(cell.setting for cell in ranked if cell.setting != self.baseline))[:2]

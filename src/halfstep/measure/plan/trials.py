@@ -25,8 +25,8 @@ def fails_in_fp32(name: str, error: CandidateFailed) -> WrongUse:
     """Return the error for a case whose step raises in strict fp32."""
     return WrongUse(
         f"{name} does not train in strict fp32: {error}",
-        allowed="a case or recipe whose step runs, again and again",
-        do="mend it first: nothing can be compared with a step that fails",
+        allowed="a case or recipe whose step can run repeatedly",
+        do="fix it first: a failing step has nothing to compare",
     )
 
 
@@ -170,7 +170,7 @@ class SettingTrials:
         if not self.room.fits(setting):
             self.cells[setting] = replace(cell, cut=self.room.why_not(setting))
         elif not self._makes_room_for(setting):
-            self.cells[setting] = replace(cell, cut=f"{self.room.why_not(setting)} beside strict fp32")
+            self.cells[setting] = replace(cell, cut=f"{self.room.why_not(setting)} together with strict fp32")
         else:
             self._time(cell)
 
@@ -249,7 +249,7 @@ class SettingTrials:
         return f"its first step took more than {limit:.3g} s; strict fp32's took {self._first:.3g} s"
 
     def race(self, settings: list[StepSetting], pairs: int) -> None:
-        """Race open candidates beside the baseline; Ctrl-C keeps the measurements and is raised again."""
+        """Race open candidates against the baseline; Ctrl-C keeps the measurements and is raised again."""
         try:
             found = self.runner.race(settings, baseline=self.baseline, pairs=pairs)
         except CandidateFailed as error:
@@ -320,7 +320,7 @@ class SettingTrials:
         self.cells[setting] = replace(self.cells[setting], trail=trail)
 
     def _makes_room_for(self, setting: StepSetting) -> bool:
-        """Close candidates until the setting fits beside the baseline; return whether it does."""
+        """Close candidates until the setting fits into memory with the baseline; return whether it does."""
         for other in [setting for setting in self._open() if setting != self.baseline]:
             if not self.room.fits(self.baseline, other, setting):
                 self.runner.leave(other)

@@ -525,7 +525,7 @@ def _too_little(facts: ProfileFacts) -> str:
 
 
 def _partly(facts: ProfileFacts, race: StepTimes) -> Cause:
-    sentence = f"not measured: {', '.join(facts.skipped)}. In what was, no cause was found: {_gain(facts, race)}"
+    sentence = f"not measured: {', '.join(facts.skipped)}. The other parts show no cause: {_gain(facts, race)}"
     return Cause("not-measured", sentence, _where(facts), "give it longer", next_command.longer(facts), 0.0)
 
 

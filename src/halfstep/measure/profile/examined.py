@@ -207,7 +207,7 @@ def _steps(candidate: Candidate, data: CaseData, seconds: float) -> list[_Row]:
 
 
 def _next(batches: Iterator[tuple[bool, Any]], candidate: Candidate) -> tuple[list[Any], float, bool]:
-    """Return the batches of a step, the seconds until they arrived, and whether a pass begins with them.
+    """Return the batches of a step, the seconds until they arrived, and whether they start a pass.
 
     Raises `WrongUse` if the data has no batch.
     """
@@ -318,7 +318,7 @@ class Examined:
         return MeasuredFacts(self.facts, self._conditions, self._interrupted)
 
     def _described(self) -> ProfileFacts:
-        """Return what is known before anything is timed."""
+        """Return the facts known before any timing."""
         can = ability(self.place, self.precision.computes.name)
         formats = [name for name in ("bf16", "fp16") if ability(self.place, name).native]
         others = [name for name in formats if name != self.precision.name]

@@ -164,7 +164,7 @@ class Feeding:
         return self.at_best > _CLEARLY_LONGER * self.computing
 
     def fed(self, computing: float) -> float:
-        """Return the seconds of a step that computes this long, beside its workers or after reading without them."""
+        """Return the seconds of a step that computes this long, in parallel with its workers or after reading."""
         return max(computing, self.read / self.workers) if self.workers else computing + self.wait
 
 

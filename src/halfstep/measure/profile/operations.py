@@ -49,7 +49,7 @@ _MATRIX = re.compile(
     r"|\w*attention\w*"
     r"|lstm|gru|rnn_tanh|rnn_relu|_lstm_mps|(?:mkldnn|miopen|_cudnn)_rnn(?:_layer)?(?:_backward)?"
 )
-"""Full names of operations, because some interpolations are called linear and conversions begin with "conv"."""
+"""Full names of operations, because some interpolations are called linear and conversions start with "conv"."""
 _CONVOLUTION = re.compile(r"conv(?!ert)")
 _COPY = re.compile(r"^(copy_|_to_copy|to|contiguous|clone|_copy_from\w*|_reshape_copy|mkldnn_reorder\w*)$")
 # Events of autograd's engine enclose operations, and are none themselves.

@@ -44,7 +44,7 @@ class Profile(JsonResult, ShownAsPage):
         facts, cause = self.facts, self.cause
         blocks: list[Block] = []
         if self.interrupted:
-            blocks.append(Paragraph(Span("interrupted: this is what was measured until then", "warn")))
+            blocks.append(Paragraph(Span("interrupted: measurements so far", "warn")))
         verdict = Span(cause.id, "good" if cause.id == _FINE else "warn", strong=True)
         blocks += [Paragraph((verdict, f": {cause.sentence}")), Paragraph(f"do: {cause.do}", indent=True)]
         blocks.append(Command(cause.command))

@@ -49,7 +49,7 @@ class Collective(NamedTuple):
 
     kind: str
     bytes: int
-    """All of what is gathered, reduced or sent: the larger side of it."""
+    """The bytes gathered, reduced or sent: the larger side."""
     group: Group
     phase: str
 
@@ -88,7 +88,7 @@ def count(make_case: Callable[[], Case], setting: StepSetting, layout: RankLayou
     if dist.is_initialized():
         raise WrongUse(
             "an estimate for several ranks inside of a process group",
-            allowed="a process of its own: the ranks are counted without them",
+            allowed="a separate process: the ranks are counted without a real group",
             do="halfstep estimate, or dist.destroy_process_group() before",
         )
     precision = resolve_precision(setting.precision, _HOST)
@@ -107,7 +107,7 @@ def count(make_case: Callable[[], Case], setting: StepSetting, layout: RankLayou
 
 @dataclass
 class _Update:
-    """An update of a fake model, and what was sent in it."""
+    """An update of a fake model, and its communication."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -203,7 +203,7 @@ def _own(units: Sequence[ShardUnit]) -> Iterator[tuple[ShardUnit, list[nn.Parame
 
 
 def _in_flight(units: Sequence[ShardUnit], narrow: torch.dtype | None, shard: int) -> int:
-    """Return the most that is there beside the shards: FSDP2 gathers one unit ahead, and reduces one behind.
+    """Return the peak memory besides the shards: FSDP2 gathers one unit ahead, and reduces one behind.
 
     The model's own unit stays gathered from its forward to its backward, with its gradients once they exist.
     """

@@ -97,7 +97,7 @@ class ScaleReport(JsonResult, ShownAsPage):
         parts = f"{taken.counts.units} {'buckets' if taken.layout.sharding == DDP else 'units'}"
         blocks += [Heading(f"A step of {taken.name}", f"in {parts}; bytes that a rank receives"), _collectives(taken)]
         blocks += [Heading("Links", "by bandwidth alone: a model" if self.links else ""), _seconds(self.layouts)]
-        blocks += [Heading(f"Beside the steps of {taken.name}"), _upkeep(taken.upkeep)]
+        blocks += [Heading(f"Overhead besides the steps of {taken.name}"), _upkeep(taken.upkeep)]
         blocks += [Heading("Time left for steps", "at published rates of failure"), _goodput(taken.upkeep)]
         blocks += note_blocks((*self.notes, *_assumed(self, taken.upkeep)))
         return Page(f"a step of {self.case} on {self.counts.layout.world:,} ranks", tuple(blocks))

@@ -26,7 +26,7 @@ from halfstep.precision.names import AUTO as OWN_PRECISION
 from halfstep.status_line import OnProgress
 
 MODELLED = (
-    "state and collectives are counted on a process group without peers; what is in flight, bytes by link and seconds "
+    "state and collectives are counted on a process group without peers; bytes in flight, bytes by link and seconds "
     "are a model, and none of it was measured on a cluster"
 )
 _PADDED = 1.05
@@ -151,7 +151,7 @@ def _row(counted: RankCounts, ledger: Ledger, target: Target, links: Links | Non
 
 
 def _replicated(counted: RankCounts, ledger: Ledger) -> dict[str, int]:
-    """Return the memory of one device, and DDP's buckets beside it."""
+    """Return the memory of one device, plus DDP's buckets."""
     parts = {part: size for part, size in ledger.at_peak.items() if part not in WORKING}
     working = sum(ledger.at_peak[part] for part in WORKING)
     return {**parts, "activations": working, "in flight": counted.in_flight}

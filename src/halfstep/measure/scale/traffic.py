@@ -1,8 +1,8 @@
 """The links that collectives cross, and a bandwidth model of the time that they take.
 
-Bytes by link are computed for the algorithms that move the least: a node receives what it lacks once, divided among its
-ranks, and passes it on inside. The time is bytes over bandwidth, both links at once. Latency is not in the model, which
-is why calls are counted beside it, nor is a busy network.
+Bytes by link are computed for the algorithms that move the least: a node receives its missing data once, divided among
+its ranks, and distributes it internally. The time is bytes over bandwidth, both links at once. The model includes
+neither latency, which is why calls are counted too, nor a busy network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compute what a run costs beside its steps: agreement, digests, saves, restarts, and the time that failures leave.
+"""Compute the overhead of a run besides its steps: agreement, digests, saves, restarts, and the cost of failures.
 
-Counts follow from how halfstep does these things; each formula stands beside its figure in the report. Rates of
-failure are published ones, taken as proportional to the number of GPUs. The assumptions are one table, in the report.
+Counts follow from the implementation; each formula stands next to its figure in the report. Rates of failure are
+published ones, taken as proportional to the number of GPUs. The assumptions are one table, in the report.
 """
 
 from __future__ import annotations

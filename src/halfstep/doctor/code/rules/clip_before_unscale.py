@@ -32,7 +32,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
 
 
 def _step_after(facts: Facts, clip: ast.Call) -> ScalerCall | None:
-    """Return the scaler's step that takes what was clipped; None where the gradients are unscaled, or not scaled."""
+    """Return the scaler's step after the clipping; None if the gradients are unscaled, or not scaled."""
     script, scope = facts.script, facts.script.scopes[clip]
     if any("scale" in word for word in words_in(clip)) or _asks_for_scale(facts, scope):
         return None
@@ -71,7 +71,7 @@ def _has_other_test(facts: Facts, clip: ast.Call, step: ScalerCall) -> bool:
 def _unscaled_first(facts: Facts, clip: ast.Call, step: ScalerCall, optimizer: str) -> Patch:
     patch, script = facts.script.patch(), facts.script
     statement = script.statement(clip)
-    # Where the step is made under a condition of its own, as in accumulation, unscaling has to move there too.
+    # If the step is under a separate condition, as in accumulation, unscaling has to move there too.
     if own_conditions(script, step.call, clip) or step.optimizer is None or not isinstance(statement, _SIMPLE):
         patch.spoil()
     patch.insert_before(statement, f"{step.scaler}.unscale_({optimizer})")

@@ -1,4 +1,4 @@
-"""Find fp16 that a CPU does not get: what is substituted in silence, and what has no fast kernels."""
+"""Find fp16 on a CPU: silently substituted formats, and operations without fast kernels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _of_autocast(facts: Facts) -> Iterator[LocatedFinding]:
             "autocast in fp16 on a CPU: older versions of torch switch it off with a warning, newer ones run it on "
             "kernels that are many times slower than those of fp32"
         )
-        # With a scaler beside it, bf16 alone would be the next finding.
+        # With a scaler, bf16 alone would be the next finding.
         safe = given if not facts.scalers.made else None
         yield _instead(facts.script, autocast.call, safe, evidence, "torch.bfloat16")
 

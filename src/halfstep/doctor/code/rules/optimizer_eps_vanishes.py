@@ -14,7 +14,7 @@ from halfstep.doctor.located import LocatedFinding
 _DEFAULTS = {"Adam": 1e-8, "AdamW": 1e-8, "RMSprop": 1e-8, "NAdam": 1e-8, "RAdam": 1e-8, "Adamax": 1e-8}
 """Optimizers that divide by sqrt(v) + eps."""
 ZERO_IN_FP16 = 2.0**-25
-"""Half of the smallest number of fp16: what is not larger rounds to 0."""
+"""Half of the smallest number of fp16: numbers up to this round to 0."""
 
 
 def look(facts: Facts) -> Iterator[LocatedFinding]:

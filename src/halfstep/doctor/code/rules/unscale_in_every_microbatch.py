@@ -31,7 +31,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                 unscale.call,
                 f"`{unscale.scaler}.unscale_({unscale.optimizer})` runs at every micro-batch, and the step only under "
                 f"`if {script.text(window.test)[:60]}` of line {window.lineno}: the second one of a window raises, or "
-                "divides what is there already by the scale again",
+                "divides the accumulated gradients by the scale again",
                 f"move `{unscale.scaler}.unscale_({unscale.optimizer})` into that branch, before the step",
                 _moved(facts, unscale, step, window),
             )

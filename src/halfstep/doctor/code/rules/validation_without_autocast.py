@@ -28,13 +28,13 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                 "note",
                 function,
                 f"`{function.name}` runs `{model}` in fp32 (line {bare[0].lineno}), and training runs it under the "
-                f"{trained[model or '']}: what is measured is another computation than the one that is trained",
+                f"{trained[model or '']}: the evaluated computation differs from the trained one",
                 "open the same autocast around the model there",
             )
 
 
 def _models_under_autocast(facts: Facts) -> dict[str, object]:
-    """Return what is called under autocast in functions that have a backward pass, with the autocast."""
+    """Return the models called under autocast in functions with a backward pass, with the autocast."""
     script = facts.script
     training = {script.scopes[call] for call in facts.backwards}
     found: dict[str, object] = {}
