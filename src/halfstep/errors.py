@@ -358,7 +358,7 @@ def reason_in(error: BaseException) -> str:
     return error.given if isinstance(error, HalfstepError) else str(error)
 
 
-ENDED_FROM_OUTSIDE = "was ended from outside, as a system does that has no memory left"
+ENDED_FROM_OUTSIDE = "was killed (probably by the OOM killer)"
 """What happened to a process that got SIGKILL from somewhere else."""
 
 

@@ -45,7 +45,7 @@ def unchanged(sample: Sample) -> Sample:
 @pytest.mark.parametrize("how", [signal.SIGKILL])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_killed_worker_is_named_and_the_run_can_be_restarted(how: int, training: bool) -> None:
-    with pytest.raises(WorkerLost, match=r"was ended from outside.*pid\(s\) \d+") as caught:
+    with pytest.raises(WorkerLost, match=r"was killed .*pid\(s\) \d+") as caught:
         list(_read(how, training))
     assert caught.value.exit_code == 76
     assert "fewer train.num_workers" in caught.value.do

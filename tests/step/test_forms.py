@@ -297,7 +297,7 @@ def test_optimizers_that_train_nothing_or_need_a_closure_are_refused() -> None:
     with pytest.raises(WrongUse, match="LBFGS"):
         Stepper(model, torch.optim.LBFGS(model.parameters()), precision="fp32")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(WrongUse, match="where you evaluate"):
+    with pytest.raises(WrongUse, match="after the evaluation"):
         Stepper(model, optimizer, precision="fp32", schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 

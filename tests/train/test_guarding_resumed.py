@@ -61,7 +61,7 @@ def test_a_checkpoint_that_was_saved_in_trouble_is_not_called_good_after_a_resum
     """There was none before it; so nothing goes on from it for ever, and the run begins again."""
     with every_loop(both(failing_since(3), stop_before(5))), pytest.raises(Stopped, match="saved while steps failed"):
         fit(tmp_path, precision="fp32", checkpoint__every_steps=30)
-    assert "may be spoilt" in events(tmp_path / "run", "end")[-1]["checkpoint_note"]
+    assert "may be bad" in events(tmp_path / "run", "end")[-1]["checkpoint_note"]
     with pytest.raises(Diverged) as caught:
         fit(tmp_path, precision="fp32", checkpoint__every_steps=30, optimizer__lr=1e-3, accept=True)
     assert "the last good checkpoint" not in str(caught.value)
@@ -107,7 +107,7 @@ def test_weights_that_were_ruined_long_before_they_failed_are_no_good_checkpoint
     assert max(losses) == 14, "they were applied"
     assert min(losses[attempt] for attempt in range(9, 15)) > 10 * losses[1]
     assert "try a lower learning rate" in str(caught.value)
-    assert "go on from an earlier checkpoint" not in str(caught.value)
+    assert "continue from an earlier checkpoint" not in str(caught.value)
     assert attempts(tmp_path)[0] == 7
     assert len(set_aside(tmp_path / "run" / CHECKPOINTS)) == 2, "they are bounded"
     run = fit(tmp_path, precision="fp32", checkpoint__every_steps=1, optimizer__lr=1e-3, accept=True)

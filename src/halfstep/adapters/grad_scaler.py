@@ -470,7 +470,7 @@ class GradScaler(torch.amp.GradScaler):
     def _check_state(self, state: dict[str, Any]) -> None:
         scale = float(state["scale"])
         if not math.isfinite(scale) or scale < 0.0:
-            raise StateMismatch(f"a saved loss scale of {scale}", allowed="a finite number", do="start the scale anew")
+            raise StateMismatch(f"a saved loss scale of {scale}", allowed="a finite number", do="start a new scale")
         # A state of torch's own says nothing about its precision: a scale of 1 fits both.
         saved = state.get("precision", self.precision.name if scale == 1.0 else "fp16")
         if precision_named(read_precision(saved).name).scaled != self.precision.scaled:

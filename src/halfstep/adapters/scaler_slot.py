@@ -123,7 +123,7 @@ class ScalerSlot(OptimizerSlot):
         return WrongUse(
             f"{self.name}.step() was called directly, on gradients of a scaled loss",
             allowed="scaler.step(optimizer), once between two calls of update(); nothing was applied by this call",
-            do="take optimizer.step() out of the loop; for a loss without scale(), zero_grad() and backward first",
+            do="remove optimizer.step() from the loop; for a loss without scale(), call zero_grad() and backward first",
         )
 
 

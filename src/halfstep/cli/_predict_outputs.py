@@ -107,7 +107,7 @@ def changed(finished: Finished, settings: Sequence[str]) -> Finished:
             raise BadRecipe(
                 f"{key} is part of what {finished.folder} was trained with",
                 allowed=", ".join(allowed) or f"no setting: {finished.recipe.task} has none that can change afterwards",
-                do=f"leave it out, or train anew with {key} changed",
+                do=f"remove it, or train again with {key} changed",
             )
     recipe = resolved_recipe(read_recipe(str(recipe_in(finished.folder))), settings, schema=schema).recipe
     # A new run splits its data otherwise than one of an earlier version.

@@ -39,7 +39,7 @@ def run(
         Path | None,
         typer.Option(help="The file to write; report.html in the folder given if left out.", metavar="FILE"),
     ] = None,
-    watch: Annotated[bool, flag("--watch", "Write it anew every minute until the runs have ended.")] = False,
+    watch: Annotated[bool, flag("--watch", "Rewrite it every minute until the runs have ended.")] = False,
     examine: Annotated[
         bool, flag("--examine", "Rebuild the runs' models: formats, headroom, memory and risks, kept with the runs.")
     ] = False,
@@ -85,5 +85,5 @@ def _tell(written: WrittenReport, json: bool) -> None:
         say(about.verdict)
     for run in written.runs:
         if not run.is_over:
-            say(f"{run.folder} goes on; --watch writes this page anew every minute")
+            say(f"{run.folder} is running; --watch rewrites this page every minute")
     say(f"{written.file} ({written.bytes / 1000:,.0f} kB)")

@@ -59,7 +59,7 @@ def folders(root: Path) -> list[str]:
 
 def _walk(root: Path, under: str, boundary: str, depth: int) -> list[str]:
     if depth > DEEPEST:
-        raise BadData(f"{root / under} lies {depth} folders deep", allowed=f"at most {DEEPEST}", do="check for loops")
+        raise BadData(f"{root / under} is {depth} folders deep", allowed=f"at most {DEEPEST}", do="check for loops")
     found = []
     with _scanned(root / under) as entries:
         for entry in entries:

@@ -109,7 +109,7 @@ def _choice(choice: Choice) -> tuple[Block, ...]:
     precision = choice.precision
     asked = f"asked for {choice.asked}" + (f" ({choice.took})" if choice.took else "")
     verdict = (Span(precision.name, "good", strong=True), f"  {asked}: {precision.summary}")
-    rungs = ((rung.name, "taken" if rung.accepted else "passed over", rung.reason) for rung in choice.rungs)
+    rungs = ((rung.name, "taken" if rung.accepted else "rejected", rung.reason) for rung in choice.rungs)
     return Paragraph(verdict, indent=True), Table((Column(), Column(), Column()), tuple(rungs), gap=True)
 
 

@@ -373,4 +373,4 @@ def _final(errors: Sequence[LocatedFinding], status: PrecisionStatus) -> str:
         return status.final
     count = several(len(errors), "error")
     mended = all(finding.edits for finding in errors)
-    return f"not ready: {count}; {'--fix shows the patch' if mended else 'the fix stands below each'}"
+    return f"not ready: {count}; {'--fix shows the patch' if mended else 'see the fix below each error'}"

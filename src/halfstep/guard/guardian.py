@@ -28,7 +28,7 @@ AND = "\n"
 """The separator between the names of optimizers that took a step together."""
 JUMP = 5.0
 """The ratio to the usual learning rate of the last fifty steps above which it may have ruined the weights."""
-RUINED = "the losses are far beyond all that the run has lived with, and do not come back"
+RUINED = "loss diverged: far above its range so far and not recovering"
 LEVELS: dict[str, Level] = {"note": "info", "warning": "warning", "error": "error"}
 
 
@@ -262,7 +262,7 @@ class Guardian:
         self._emit(
             "remedy",
             "warning",
-            f"rolled back to step {step} ({of}), and on with the next batch",
+            f"rolled back to step {step} ({of}), continuing with the next batch",
             {"remedy": "rollback", "to": step},
         )
         # The losses since are those of weights that no longer exist.
@@ -349,12 +349,12 @@ def _jumped(rates: Sequence[float], now: float | None) -> bool:
 
 def _in_words(notice: Notice) -> str:
     if notice.kind == NEW_LEVEL:
-        return f"a new level: {notice.text}; losses like it have come again and again, and are usual now"
+        return f"a new level: {notice.text}; losses at this level keep coming and now count as usual"
     if notice.kind == RISEN:
         return f"the loss has risen: {notice.text}, without a jump"
     if notice.kind == DIVERGENCE:
         return (
-            f"divergence: {notice.text}; such losses do not come back by themselves: go on from an earlier checkpoint"
+            f"divergence: {notice.text}; such losses do not recover by themselves: continue from an earlier checkpoint"
         )
     return f"spike: {notice.text}"
 

@@ -52,7 +52,7 @@ class Limits:
             raise WrongUse(
                 f"{name}={getattr(self, name)!r} as a limit",
                 allowed="a share above 0 and up to 1; rollbacks, diagnoses and islands from 0, the others from 1",
-                do=f"leave {name} out, or give a number that is allowed",
+                do=f"remove {name}, or give an allowed number",
             )
 
 

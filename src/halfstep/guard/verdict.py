@@ -62,7 +62,7 @@ class Culprit:
 
 
 def place_of(culprit: Culprit | None) -> tuple[object, ...] | None:
-    """Return the fields of an origin that say where it is; two reruns with equal ones failed in the same place."""
+    """Return the location fields of an origin; two reruns with equal ones failed in the same place."""
     if culprit is None:
         return None
     return culprit.operation, culprit.module, culprit.backward, culprit.line, culprit.outside

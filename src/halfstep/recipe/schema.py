@@ -160,7 +160,7 @@ class ScheduleOptions(Section):
     every_epochs: PositiveInt = 30
     """step: epochs between two cuts."""
     factor: Fraction = 0.1
-    """step and plateau: what a cut multiplies the learning rate by."""
+    """step and plateau: the factor of each reduction of the learning rate."""
     patience: NonNegativeInt = 5
     """plateau: evaluations without progress before a cut."""
     extensions: list[Extension] = []
@@ -274,7 +274,7 @@ class GuardOptions(Section):
     """The reaction to failed steps. `guard: repair` is short for `guard: {mode: repair}`."""
 
     mode: Literal["off", "watch", "repair"] = "watch"
-    """Name what spoils a step, and stop with exit code 80 where it goes on (watch); cure it and go on (repair)."""
+    """Report the cause of failed steps and stop with exit code 80 if they persist (watch); apply a remedy (repair)."""
     skips_in_a_row: PositiveInt = 5
     """Skipped steps in a row that end the run, or call for a cure; a loss scale that finds its place is not counted."""
     skip_share: Fraction = 0.25

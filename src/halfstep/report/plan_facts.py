@@ -124,7 +124,7 @@ def _risks(plan: Plan) -> Iterator[Risk]:
     if ability is not None and not ability.native:
         yield Risk(f"{chosen.precision} is not native here", WATCH, ability.reason)
     if chosen.compile:
-        yield Risk("Compiling", WATCH, "another shape of input is compiled anew, and takes as long as the first step")
+        yield Risk("Compiling", WATCH, "another input shape is recompiled, and takes as long as the first step")
     for cell in plan.ladder:
         if cell.cut and cell.cut not in list(NotMeasured):
             yield Risk(f"{cell.name}, rejected", LOW, cell.cut)

@@ -85,7 +85,7 @@ def rebound(names: Sequence[str]) -> Finding:
     return Finding(
         "rollback.rebound",
         "warning",
-        f"the step was not applied, but has bound {', '.join(dict.fromkeys(names))} anew, outside of any module",
+        f"the step was not applied, but rebound {', '.join(dict.fromkeys(names))}, outside of any module",
         "keep it as an attribute of a module, write it in place, or stepper.include() an object with state_dict()",
     )
 
@@ -96,14 +96,14 @@ def check_surroundings(device: torch.device) -> None:
     if torch.is_autocast_enabled(device.type):
         raise WrongUse(
             "a step inside torch.autocast, which keeps using the weights that it cast first",
-            allowed="autocast round the forward pass only, which halfstep opens by itself",
-            do="take the loop out of `with torch.autocast(...)`",
+            allowed="autocast around the forward pass only, which halfstep opens by itself",
+            do="move the loop out of `with torch.autocast(...)`",
         )
     if not torch.is_grad_enabled():
         raise WrongUse(
             "a step under torch.no_grad() or inference_mode()",
             allowed="a step where gradients are recorded",
-            do="take the training loop out of it",
+            do="move the training loop out of it",
         )
 
 
@@ -145,7 +145,7 @@ def check_foreign_calls(weights_moved: bool, gradients_moved: bool) -> None:
         raise WrongUse(
             "weights changed between backward() and apply(): optimizer.step() was called directly",
             allowed="updates by stepper.apply() only; this window is dropped, but that update has happened",
-            do="take optimizer.step() and scaler.step() out of the loop",
+            do="remove optimizer.step() and scaler.step() from the loop",
         )
     if gradients_moved:
         raise WrongUse(
@@ -179,7 +179,7 @@ def check_initialized(model: nn.Module) -> None:
     if lazy:
         raise WrongUse(
             f"{_some(lazy)} of lazy modules, which have no shape before the first batch",
-            allowed="parameters and buffers that are there",
+            allowed="initialized parameters and buffers",
             do="model(batch) once under torch.no_grad(), then build the optimizer and the Stepper",
         )
 
@@ -285,6 +285,6 @@ def refuse_strict(where: str, strict: object) -> None:
     if strict is not None:
         raise WrongUse(
             f"{where} with strict={strict!r}",
-            allowed="a precision by name, which runs as asked or is refused; auto, which chooses",
+            allowed="a precision by name, which runs as requested or is refused; auto, which chooses",
             do="leave strict out; for a fallback: precision=halfstep.choose_precision('bf16', fallback=True)",
         )

@@ -88,7 +88,7 @@ class Ema:
         if lazy:
             raise WrongUse(
                 f"an average of {', '.join(lazy[:5])}, which have no shape before the first batch",
-                allowed="parameters that are there",
+                allowed="initialized parameters",
                 do="run a batch through the model, then build the optimizer and Ema(model)",
             )
         self._names, self._parameters = list(named), list(named.values())
@@ -190,7 +190,7 @@ class Ema:
             raise StateMismatch(
                 f"averages of another model: {', '.join(differing[:5])} differ",
                 allowed=f"the {len(self._names)} trainable parameters of this model",
-                do="build the model that was saved",
+                do="build the saved model",
             )
         # Non-persistent buffers may be registered only by the model's first batch.
         modules = {as_written(path) for path, _ in self._model.named_modules()}
@@ -200,7 +200,7 @@ class Ema:
             raise StateMismatch(
                 f"buffers of another model: {', '.join(unknown[:5])}",
                 allowed="buffers that this model registers",
-                do="build the model that was saved",
+                do="build the saved model",
             )
         self.decay = float(state["decay"])
         with torch.no_grad():

@@ -408,7 +408,7 @@ class DynamicScale(LossScale):
         )
         scale = float(state["scale"])
         if not math.isfinite(scale) or scale < 0:
-            raise StateMismatch(f"a saved loss scale of {scale}", allowed="a finite number", do="start the scale anew")
+            raise StateMismatch(f"a saved loss scale of {scale}", allowed="a finite number", do="start a new scale")
         loaded.value = min(max(as_fp32(scale), loaded.floor), loaded.cap)
         loaded.growth_tracker = int(state["_growth_tracker"])
         # Only after every check: a refused state leaves the scale unchanged.
@@ -423,7 +423,7 @@ class DynamicScale(LossScale):
             and self.floor <= self.value <= self.cap
         )
         if not right:
-            raise WrongUse(f"a loss scale with {self.state_dict()}", allowed=allowed, do="correct the knob that is off")
+            raise WrongUse(f"a loss scale with {self.state_dict()}", allowed=allowed, do="correct that setting")
 
 
 def _positive(name: str, number: Any) -> float:

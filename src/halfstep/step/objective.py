@@ -195,7 +195,7 @@ def _all_frozen(slots: Sequence[OptimizerSlot]) -> WrongUse:
     return WrongUse(
         f"a step for optimizer {_names(slots)}, all of whose parameters are frozen",
         allowed="at least one parameter with requires_grad",
-        do="requires_grad_(True) on what this step trains, or name another optimizer with only=",
+        do="requires_grad_(True) on the parameters of this step, or name another optimizer with only=",
     )
 
 
@@ -348,9 +348,9 @@ def _check_tokens(total: float, of_squares: float, ranks: int) -> None:
     if int(of_squares) * ranks != int(total) ** 2:
         raise RanksDisagree(
             "ranks are at different steps: one of them caught an error, was given another `only`, got more "
-            "batches, or applied what another skipped",
-            allowed="the same calls on every rank, and guards that decide from what the report says",
-            do="let an error end the process; a rank that has no batch left calls stepper.step(None)",
+            "batches, or applied a step that another skipped",
+            allowed="the same calls on every rank, and guards that decide from the report alone",
+            do="let an error end the process; a rank without a batch calls stepper.step(None)",
         )
 
 

@@ -300,8 +300,8 @@ class OptimizerSlot:
                 raise StateMismatch(
                     f"optimizer {self.name!r} was saved with the options {', '.join(unknown)}",
                     allowed=", ".join(sorted(set(mine) - {"params"})),
-                    do=f"build the {type(self.optimizer).__name__} that was saved, of the same version; "
-                    "set options of your own on its groups before loading",
+                    do=f"build the saved {type(self.optimizer).__name__} with the same version; "
+                    "set your own options on its groups before loading",
                 )
 
     def _check_tensors(self, saved: Mapping[Any, Any]) -> None:
@@ -367,6 +367,6 @@ def checked_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Any:
         raise WrongUse(
             "ReduceLROnPlateau as the schedule of a step",
             allowed="a schedule that is a function of the number of updates",
-            do="call plateau.step(metric) in your loop, where you evaluate",
+            do="call plateau.step(metric) in your loop, after the evaluation",
         )
     return schedule

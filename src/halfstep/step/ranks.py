@@ -138,7 +138,7 @@ class Ranks:
         """Return the error that names the ranks that failed in a window."""
         failures = self._failures(window)
         if not failures:
-            return rank_failed("a rank failed in this window, and nobody knows why", None, usable=True)
+            return rank_failed("a rank failed in this window, for an unknown reason", None, usable=True)
         names = "; ".join(f"rank {rank} failed in this window: {words}" for rank, words in failures)
         memory = self._store is not None and self._store.check([f"{window}/{_MEMORY}"])
         return rank_failed(names, failures[0][0], usable=True, out_of_memory=memory)
@@ -246,7 +246,7 @@ class Together:
     def check(self) -> None:
         """Raise RankFailed if the process group became unusable in an earlier window."""
         if self._gone is not None:
-            given = f"a window after one in which ranks parted: {in_one_line(self._gone)}"
+            given = f"a window after one in which ranks diverged: {in_one_line(self._gone)}"
             raise rank_failed(given, None, usable=False)
 
     def fail(
@@ -274,7 +274,7 @@ class Together:
             self._part(error)
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(
-                    "the other ranks waited for this one in a collective: the process group cannot be used any more"
+                    "the other ranks waited for this one in a collective: the process group is no longer usable"
                 )
 
     def _meets(self, complete: Callable[[], bool], vote: Callable[[], object]) -> bool:

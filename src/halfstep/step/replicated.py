@@ -41,7 +41,7 @@ class Replicated(Synchroniser):
     through.
     """
 
-    fix = "Stepper(..., ddp={'find_unused_parameters': True}), or freeze what the loss does not use"
+    fix = "Stepper(..., ddp={'find_unused_parameters': True}), or freeze the parameters that the loss does not use"
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any], ranks: Ranks) -> None:
         super().__init__(model)
@@ -137,7 +137,7 @@ class Wrapped(Synchroniser):
 
     model: DistributedDataParallel
     fix = (
-        "call the wrapper, not its .module; wrap anew after unfreezing; find_unused_parameters=True where some are not"
+        "call the wrapper, not its .module; wrap again after unfreezing; find_unused_parameters=True if some are unused"
     )
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:

@@ -539,10 +539,10 @@ def _nameless(_tensor: Tensor) -> None:
 
 def _first_write(names: Sequence[str], *, restored: bool) -> Finding:
     some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    end = "" if restored else "; the step was not applied, and what it wrote there could not be restored"
+    end = "" if restored else "; the step was not applied, and this write could not be restored"
     return Finding(
         "rollback.first_write",
         "note" if restored else "warning",
         f"a step wrote {some} for the first time{end}",
-        "nothing: it is copied before each step from now on; include() covers a module from the first step on",
+        "nothing: it is copied before each step from now on; include() covers a module from the first step",
     )

@@ -161,7 +161,7 @@ class StepperBase:
     def change_precision(self, name: str) -> None:
         """Continue in another precision, or in the original one again, from the next step on.
 
-        A loss scale starts anew. Raises WrongUse inside a window, and PrecisionRefused like the constructor.
+        The loss scale restarts. Raises WrongUse inside a window, and PrecisionRefused like the constructor.
         """
         checks.check_window(torn=self._torn, in_one=bool(self._open), empty=False)
         first = self._as_built
@@ -394,7 +394,7 @@ def value_for(values: ByName[V], name: str, names: Sequence[str], what: str) -> 
     unknown = set(values) - set(names)
     if unknown:
         raise WrongUse(
-            f"{what} for {sorted(unknown)}, which no optimizer is called",
+            f"{what}: no optimizer named {sorted(unknown)}",
             allowed=str(list(names)),
             do="use the optimizers' names",
         )

@@ -189,7 +189,7 @@ class Checkpoints:
             return False
         left = set_aside_since(self.last.generation.path.parent, since, ruined)
         if left is not None and left != self.last.generation:
-            self._journal.note(f"{_name(self.last)} is set aside: its weights are spoilt", "info")
+            self._journal.note(f"{_name(self.last)} is set aside: its weights are bad", "info")
             self.last = SaveResult(left.attempt, left, None, seconds=0.0, blocked=0.0, bytes=0)
         return left is not None
 
@@ -233,8 +233,8 @@ class Checkpoints:
     def _in_doubt(self) -> str:
         now = self._live.progress.attempts
         if self.last is None or self.last.attempt < now:
-            return f"step {now:,} was not saved: steps fail, and its weights may be spoilt"
-        return f"{_name(self.last)} was saved while steps failed, for want of an older one: its weights may be spoilt"
+            return f"step {now:,} was not saved: steps fail, and its weights may be bad"
+        return f"{_name(self.last)} was saved while steps failed, as there is no older one: its weights may be bad"
 
     def stopped(self, signal: str, planned: int) -> None:
         """End the run with its last checkpoint: raise Stopped, or StorageFailed where that save failed."""

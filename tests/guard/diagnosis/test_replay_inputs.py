@@ -193,4 +193,4 @@ def test_what_happened_once_is_looked_at_twice_in_the_same_way() -> None:
 
     found = verdict_on(stepper_of(plain_model(), "fp16", DynamicScale(init_scale=2.0**24)), once, torch.randn(6, 8))
     assert found.cause == "not_reproducible"
-    assert found.evidence == ("run again, with the same batch and the same random numbers, it is finite",)
+    assert found.evidence == ("a rerun with the same batch and the same random numbers is finite",)

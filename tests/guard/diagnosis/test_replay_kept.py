@@ -205,7 +205,7 @@ def test_a_fault_that_comes_back_once_and_then_not_is_the_devices() -> None:
     stepper = stepper_of(plain_model())
     found = by_hand(stepper, stepper.step(loss_fn, torch.randn(4, 8)))
     assert found.cause == "not_reproducible"
-    assert found.evidence[0] == "run again twice, once it was finite and once not"
+    assert found.evidence[0] == "of two reruns one was finite and one was not"
 
 
 # -- what is reached -------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_a_diagnosis_of_a_large_model_says_what_it_costs_and_is_bounded(monkeypa
     guardian = Guardian(stepper_of(plain_model()), tell=told.append)
     guardian.step(lambda model, x: model(x).mean() / 0, torch.randn(4, 8))
     assert [t.kind for t in told] == ["alarm", "verdict"]
-    assert "parameters, so the step is run again 4 times at most, at least" in told[0].text
+    assert "parameters, so the step is rerun at most 4 times, at least" in told[0].text
     assert "no copy of the weights" in told[0].text
     assert told[0].facts["seconds"] > 0
     assert told[1].facts["cause"] == "code"

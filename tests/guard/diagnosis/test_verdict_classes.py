@@ -62,7 +62,7 @@ def after(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
         (lambda h: (h * 0).sqrt() + h, "divides by zero"),
         (lambda h: (h * 0 + 1).acos() + h, "divides by zero"),
         (lambda h: (h * 0).pow(0.5) + h, "divides by zero"),
-        (lambda h: torch.logit(h * 0 + 1), "is not defined"),
+        (lambda h: torch.logit(h * 0 + 1), "is undefined"),
         (lambda h: h[:0], "averages over nothing"),
         (lambda h: h.masked_fill(h > -99, -torch.inf).softmax(-1), "all -inf"),
         (lambda h: h * float("nan"), "is given nan by the code"),
@@ -157,7 +157,7 @@ def test_a_weight_that_was_bad_before_the_step() -> None:
     found = verdict_on(model, mse, torch.randn(4, 8), "bf16", history=HEALTHY, past=Past(applied=5))
     assert found.sentence == (
         "state: weight 2.weight holds nan before anything is computed; "
-        "step 5, the last that was applied, was finite, so it was spoilt since"
+        "step 5, the last that was applied, was finite, so it went bad since"
     )
     assert [cure.kind for cure in found.cures] == ["restore"]
 
@@ -166,8 +166,8 @@ def test_a_weight_that_was_bad_before_the_step() -> None:
     ("past", "said"),
     [
         (Past(400, "step-00000400", 400), "it came with the checkpoint step-00000400"),
-        (Past(0), "it was so before the first step"),
-        (Past(450, "step-00000400", 400), "after the run was taken up from step-00000400"),
+        (Past(0), "it was already so before the first step"),
+        (Past(450, "step-00000400", 400), "after resuming from step-00000400"),
     ],
 )
 def test_since_when_and_from_which_checkpoint(past: Past, said: str) -> None:

@@ -100,7 +100,7 @@ def test_an_on_gradients_that_fails_once_cannot_be_reproduced() -> None:
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32", on_gradients=edit)
     assert not Guardian(stepper, tell=told.append).step(mse, (torch.randn(6, 8),)).applied
     assert told[-1].facts["cause"] == "not_reproducible"
-    for words in ("Python state", "random numbers that are not torch's", "nondeterministic operation", "the device"):
+    for words in ("Python state", "random numbers outside torch", "non-deterministic operation", "the device"):
         assert words in told[-1].text
 
 

@@ -139,7 +139,7 @@ RULES = (
     Rule("one-class", "error", "there is one class only, and nothing to tell apart",
          "look whether these are the right masks or folders, and whether their values are what you meant",
          f.only_class),
-    Rule("one-image", "warning", "class folders hold one image: it is learnt or judged, never both",
+    Rule("one-image", "warning", "class folders hold one image: it is used for training or validation, never both",
          "add images, or delete the folder", f.single_images),
     Rule("class-unknown", "error", "classes are in the validation folder and not in train",
          "add them to train, or delete them", f.unknown_classes),

@@ -304,7 +304,7 @@ def parse(file: str, text: str) -> Script:
 def syntax_tree(text: str) -> ast.Module:
     """Return the tree of a file, without lines for IPython's shell; raise as `parse` does."""
     with warnings.catch_warnings():
-        # An invalid escape such as "\d" in a stranger's file is no concern of ours, nor of an `-W error`.
+        # An invalid escape such as "\d" in third-party code is not our concern, even under `-W error`.
         warnings.simplefilter("ignore")
         try:
             return ast.parse(text)

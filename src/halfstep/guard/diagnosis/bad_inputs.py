@@ -254,19 +254,21 @@ class Past:
         if self.came_with_checkpoint:
             return f"it came with the checkpoint {self.checkpoint}"
         if not self.applied:
-            return "" if self.applied is None else "it was so before the first step"
-        after = f", after the run was taken up from {self.checkpoint}" if self.checkpoint else ""
+            return "" if self.applied is None else "it was already so before the first step"
+        after = f", after resuming from {self.checkpoint}" if self.checkpoint else ""
         good = f"step {self.applied}, the last that was applied, was finite{after}"
-        return f"{good}{', or did not use it' if looked_up else ', so it was spoilt since'}"
+        return f"{good}{', or did not use it' if looked_up else ', so it went bad since'}"
 
     def cure(self, name: str) -> Cure:
         """Return what to do about the bad tensor of this name."""
         if self.came_with_checkpoint:
-            return Cure("restore", f"go on from a checkpoint before {self.checkpoint}: {name} is spoilt in it", None)
+            return Cure("restore", f"continue from a checkpoint before {self.checkpoint}: {name} is bad in it", None)
         if not self.applied:
-            return Cure("restore", f"look at what builds or loads {name}: it was spoilt before the first step", None)
+            return Cure("restore", f"check what builds or loads {name}: it was bad before the first step", None)
         return Cure(
-            "restore", f"go on from a checkpoint of before step {self.applied}, and see what wrote {name}", None
+            "restore",
+            f"continue from a checkpoint before step {self.applied}, and find the code that wrote {name}",
+            None,
         )
 
 

@@ -113,8 +113,8 @@ _NO_PAST = bad_inputs.Past()
 _WRITTEN = "written"
 _OTHER_LOSS = Cure("fix_code", explain.OTHER_LOSS, None)
 _CLONE_FIRST = Cure("fix_code", explain.CLONE_FIRST, None)
-_NORMALISE = Cure("fix_code", "normalise this batch as the others are", None)
-_SKIP = Cure("skip", "leave this batch out", None)
+_NORMALISE = Cure("fix_code", "normalize this batch like the others", None)
+_SKIP = Cure("skip", "skip this batch", None)
 _SLOWER = Cure("lower_rate", "lower the learning rate", None)
 
 
@@ -261,7 +261,7 @@ class _Case:
                 fix = Cure("fix_code", explain.fix_on_gradients(edited), None)
                 return Verdict(CODE, explain.in_on_gradients(edited), edited.culprit, (), (fix,))
         if self.trials.written:
-            sentence = f"data: {explain.BATCH_WRITTEN}; run again as it is now it is finite"
+            sentence = f"data: {explain.BATCH_WRITTEN}; a rerun with its current values is finite"
             return Verdict(DATA, sentence, None, (), (_CLONE_FIRST,))
         # The scale may be just at the limit, so that rounding decides. Twice the scale shows whether it is.
         if self.reason == GRADIENT_OVERFLOW and not (above := self._run(2 * self.scale)).finite:

@@ -69,8 +69,8 @@ def _is_plain(batch: Any, deep: int = 3) -> bool:
 
 REMEMBERED = 50
 """The number of applied steps in the history."""
-NO_MORE = "steps made of forward() and backward() cannot be run again to see more; guardian.step() can"
-NO_MORE_DIAGNOSES = "diagnoses were made, as many as a run may have: further skips are counted, not looked into"
+NO_MORE = "steps made of forward() and backward() cannot be rerun for a diagnosis; guardian.step() can"
+NO_MORE_DIAGNOSES = "diagnoses were made, the maximum per run: further skips are counted, not diagnosed"
 LOWER = "a lower loss scale: StaticScale(...), or DynamicScale(), which finds one by itself"
 Step = tuple[list[str], float, float, float | None]
 """The names of the optimizers, the loss, the gradient norm and the learning rate of a step."""
@@ -240,11 +240,11 @@ def diagnose(
         raise WrongUse(
             f"diagnose(stepper, report) with {report}",
             allowed="the report of this Stepper's last step, which was skipped",
-            do="ask before the next step: its batch is gone afterwards",
+            do="call it before the next step: the batch is gone afterwards",
         )
     if attempt.loss_fn is None:
         raise WrongUse(
-            "diagnose() after a step made of forward() and backward(), which cannot be run again",
+            "diagnose() after a step made of forward() and backward(), which cannot be rerun",
             allowed="a step from a loss function and a batch",
             do="stepper.step(loss_fn, batch)",
         )

@@ -20,13 +20,13 @@ from halfstep.precision.precision import Precision
 
 BATCH_WRITTEN = "the batch was written to in place during the step"
 CLONE_FIRST = "copy a tensor of the batch before writing into it: x = x.clone()"
-ONLY_COMPILED = "compiler: the step is finite when it is not compiled, and not finite when it is"
+ONLY_COMPILED = "compiler: the step is finite in eager mode and not finite when compiled"
 NOT_AGAIN = (
-    "not_reproducible: it does not happen again: Python state that the step changes, random numbers that are not "
-    "torch's, a nondeterministic operation, or the device"
+    "not_reproducible: a non-deterministic operation, Python state that the step changes, random numbers outside "
+    "torch, or the device"
 )
-NOT_NOW = "run again, with the same batch and the same random numbers, it is finite"
-NOW_AND_THEN = "run again twice, once it was finite and once not"
+NOT_NOW = "a rerun with the same batch and the same random numbers is finite"
+NOW_AND_THEN = "of two reruns one was finite and one was not"
 OWN_GENERATOR = (
     "the model or the loss function has its own torch.Generator, whose state before the step is unknown: "
     "Guardian.step() keeps it"
@@ -39,7 +39,7 @@ FINITE_WITHOUT = "with another sample in its place the step is finite"
 
 def not_run(outcome: TrialOutcome) -> str:
     """Return the sentence for a step that could not be run again."""
-    return f"data: the step could not be run again: {outcome.error}; so its cause is not known"
+    return f"data: the step could not be run again: {outcome.error}; so its cause is unknown"
 
 
 def refused(guard: str) -> str:

@@ -268,7 +268,7 @@ def _has_numbers(buffer: Tensor) -> bool:
 
 
 def _run(model: nn.Module, attempt: StepInputs, config: ReplayConfig, device: torch.device) -> dict[str, ReplayLoss]:
-    assert attempt.loss_fn is not None, "the context form cannot be run again"
+    assert attempt.loss_fn is not None, "the context form cannot be rerun"
     microbatches = len(attempt.microbatches)
     shares = {name: ReplayLoss(factor, microbatches, config.scale) for name, factor in attempt.factors.items()}
     autocast = config.precision.autocast(device)

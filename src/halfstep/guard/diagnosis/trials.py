@@ -70,7 +70,7 @@ class Trials:
         """Rerun the step with this configuration on all ranks, and return the common outcome."""
         # All ranks count the same, so none of them waits in the exchange below for one that has stopped.
         if self.most is not None and self.made >= self.most:
-            return _failed(f"a model of this size is run again {self.most} times at most")
+            return _failed(f"a model of this size is rerun at most {self.most} times")
         self.made += 1
         mine = self._tried(config, attempt or self.attempt)
         return _together([_read(json.loads(text)) for text in distributed.from_all(json.dumps(asdict(mine)))])
@@ -287,7 +287,7 @@ def _of_zero(made: Made) -> str:
     if name in _ROOTS and NAN in made.kinds and made.operands and made.operands[0].has_negative:
         return "takes the root of a negative number"
     if name in _EDGES and given:
-        return f"is not defined for what it gets, numbers up to {number(_largest(made))}"
+        return f"is undefined for its inputs, numbers up to {number(_largest(made))}"
     if _divides_by_zero(name, made.operands):
         return "divides by zero"
     return "averages over nothing" if _has_too_few(name, made) else _unabsorbed(made)

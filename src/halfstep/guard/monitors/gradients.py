@@ -143,8 +143,8 @@ class Unreached(Monitor):
             Finding(
                 "no-gradient",
                 "warning",
-                f"{', '.join(fresh[:SHOWN])}{and_more(len(fresh) - SHOWN)}: no gradient in any step that was looked "
-                "at: the loss does not depend on them",
+                f"{', '.join(fresh[:SHOWN])}{and_more(len(fresh) - SHOWN)}: no gradient in any sampled step: "
+                "the loss does not depend on them",
                 "use them in the loss, or freeze them: parameter.requires_grad_(False)",
             )
         ]

@@ -126,12 +126,12 @@ def why_hidden(sample: SampledStep) -> str | None:
     """Return why hooks cannot be used in this step, or None."""
     # Dynamo, for example, recompiles whenever hooks are added or removed.
     if not sample.hooks:
-        return "the loop calls the stepper itself, so that the model may run between the steps; guardian.step meters it"
+        return "the loop calls the stepper itself, so the model may run between the steps; guardian.step meters it"
     # The attempt of the previous step: this one has yet to start.
     attempt = sample.stepper.attempt
     loss_compiled = attempt is not None and hasattr(attempt.loss_fn, "_torchdynamo_orig_callable")
     what = "the model" if sample.members.compiled else "the loss function" if loss_compiled else None
-    return what and f"{what} is compiled, and hooks would compile it anew"
+    return what and f"{what} is compiled, and hooks would recompile it"
 
 
 class ExtremaHook:

@@ -240,8 +240,8 @@ class Meters:
             meter.drop()
             self._all = tuple(m for m in self._all if m is not meter)
             self._looking = tuple(m for m in self._looking if m is not meter)
-            what = f"{type(meter).__name__} failed and is off from here on: {type(error).__name__}: {error}"
-            self._failures.append(Finding("meter-off", "note", what, "training goes on without it; please report it"))
+            what = f"{type(meter).__name__} failed and is now off: {type(error).__name__}: {error}"
+            self._failures.append(Finding("meter-off", "note", what, "training continues without it; please report it"))
             return None
 
     def _drop(self) -> None:

@@ -110,8 +110,8 @@ class StillAverage(UnchangedWeights):
         return Finding(
             "average-still",
             "warning",
-            f"the average of {before.one.name}, in {name_of(before.numbers.dtype)}, did not move at all, though the "
-            f"weight is elsewhere: its steps with decay {ema.decay:g} are too small for the format",
+            f"the average of {before.one.name}, in {name_of(before.numbers.dtype)}, did not move, although the "
+            f"weight differs: its steps with decay {ema.decay:g} are too small for the format",
             "halfstep.Ema(model, decay), which averages in fp32; or a smaller decay",
         )
 

@@ -39,8 +39,8 @@ _WORDINGS: dict[CureKind, Wording] = {
 _BY_CAUSE: dict[Cause, Wording] = {
     DATA: Wording("fix or remove the samples named above", "fix the samples named above, or remove them", REPAIR),
     NOT_REPRODUCIBLE: Wording(
-        "look for Python state and random numbers outside torch; without these, the same run on another device",
-        "leave this batch out; if it comes back, look for Python state and random numbers outside torch",
+        "look for Python state and random numbers outside torch; if there are none, try another device",
+        "skip this batch; if it happens again, look for Python state and random numbers outside torch",
         REPAIR,
     ),
     COMPILER: _WORDINGS["eager"],
@@ -62,9 +62,9 @@ def advise(verdict: Verdict, lr: str) -> Advice:
     cure = next((cure for cure in verdict.cures if cure.works is not False), None)
     kind = None if cure is None else cure.kind
     if verdict.cause == WARM_UP:
-        return Advice(kind, "nothing: the loss scale finds its place by itself", "")
+        return Advice(kind, "nothing: the loss scale adjusts by itself", "")
     if cure is None:
-        return Advice(kind, "let the run try what it can", REPAIR)
+        return Advice(kind, "let the run try its remedies", REPAIR)
     if cure.kind == "island" and not cure.target:
         return Advice(kind, "keep the model in fp32", REPAIR)
     wording = _WORDINGS[cure.kind]
@@ -89,7 +89,7 @@ def give_up_error(
     # A rollback to a snapshot leaves good weights; without one they may be damaged since an unknown step.
     is_damaged = back_at is None and streak.blames_weights
     error = Diverged(
-        f"{why}: go on from an earlier checkpoint" if is_damaged else why,
+        f"{why}: continue from an earlier checkpoint" if is_damaged else why,
         allowed=f"fewer than {limits.skips_in_a_row} skips in a row, {limits.skip_share:.0%} of the last 100",
         do=_own_guard(streak.guard) if streak.guard else _in_python(streak.verdict, mode, rates),
     )
@@ -125,7 +125,7 @@ def _jumped(rates: Sequence[float]) -> bool:
 
 def _kept(streak: Streak, back_at: int | None) -> str:
     if back_at is not None:
-        return f"the weights are those of step {back_at}, the last that were kept while all was well"
+        return f"the weights are those of step {back_at}, the last copy before the trouble"
     since = f"no update{f' of {streak.of}' if streak.of else ''} was applied since attempt {streak.first}"
     if streak.blames_weights:
         return f"{since}, but one before it may have done the damage"
@@ -149,7 +149,7 @@ def _in_python(verdict: Verdict | None, mode: str, rates: Sequence[float]) -> st
 
 
 def _own_guard(name: str) -> str:
-    return f"see what {name!r} among the Stepper's guards refuses, or allow it more: Limits(skip_share=1.0)"
+    return f"check the Stepper's guard {name!r}, or allow more skips: Limits(skip_share=1.0)"
 
 
 def _usual(rates: Sequence[float]) -> float:

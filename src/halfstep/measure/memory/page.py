@@ -52,7 +52,7 @@ def _saving(row: Saving) -> Paragraph:
 
 def _device(found: DeviceEstimate) -> Iterator[Block]:
     usable = f"{numbers.size(found.device.usable)} of {numbers.size(found.device.memory)} for tensors"
-    yield Heading(f"How far on {place_in_words(found.device)}", usable)
+    yield Heading(f"Largest batch on {place_in_words(found.device)}", usable)
     rows = [
         (
             row.precision,

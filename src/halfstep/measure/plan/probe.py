@@ -101,7 +101,7 @@ def compare(fp32: Sequence[float], other: Sequence[float], noise: Noise | None, 
     words = f"loss {theirs:.4g} against fp32's {ours:.4g} after {updates} updates, {difference:.2%} apart"
     found = (updates, ours, theirs, difference)
     if noise is None:
-        return LossParity("can't tell", f"{words}; how far fp32 lies from itself was not measured", *found)
+        return LossParity("can't tell", f"{words}; the spread of fp32 itself was not measured", *found)
     verdict, why = _judged(difference, noise)
     return LossParity(verdict, f"{words}{why}", *found, noise.margin, noise.spread, noise.runs)
 

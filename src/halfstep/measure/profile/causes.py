@@ -104,7 +104,7 @@ def restarted_workers(facts: ProfileFacts) -> Cause | None:
     share = feeding.restarting / (feeding.step + feeding.restarting)
     return Cause(
         "restarted-workers",
-        f"starting workers anew for each pass over the data takes {share:.0%} of the time",
+        f"restarting workers for each pass over the data takes {share:.0%} of the time",
         f"the first batch of a pass comes late: that is {duration(feeding.restarting)} for each step, "
         f"and a step itself takes {duration(feeding.step)}",
         "keep them: DataLoader(..., persistent_workers=True)" if facts.own_code else "read with fewer workers",

@@ -189,7 +189,7 @@ def refused(path: Path, why: str) -> BadData:
     return BadData(
         f"{path} is not used: {why}",
         allowed="latents that halfstep wrote there",
-        do=f"find out who changed it, then rm {path} and start again: it is encoded anew",
+        do=f"find out who changed it, then rm {path} and start again: it is encoded again",
     )
 
 

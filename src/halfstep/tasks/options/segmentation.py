@@ -39,7 +39,7 @@ class SegmentationData(DataOptions):
     channels: Annotated[int, Field(ge=1, le=64)] = 3
     """Channels of an image."""
     ignore_index: Annotated[int, Field(ge=0, le=255)] | None = None
-    """The value of mask pixels that belong to no class, and that nothing is learnt from."""
+    """The value of mask pixels without a class, which the loss ignores."""
     palette: list[Colour] | None = None
     """The colours that stand for the classes, where masks are in colour: red, green and blue for each class."""
     max_side: PositiveInt | None = None

@@ -60,7 +60,7 @@ class Choices:
         size = 1
         while size * 2 <= min(wanted, fits, some):
             size *= 2
-        reason = "as many as learn well at once here"
+        reason = "the largest batch that still trains well"
         if size < wanted:
             reason = (
                 f"{samples} images give at least 4 steps an epoch" if some <= fits else "more would fill the memory"

@@ -30,7 +30,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
 def _of_accelerate(script: Script, call: ast.Call) -> Iterator[LocatedFinding]:
     given = argument(call, "mixed_precision", 2)
     if script.constant(argument(call, "cpu")) is True and script.constant(given) == "fp16":
-        evidence = "`cpu=True` with `mixed_precision='fp16'`: accelerate reports fp16 and computes in fp32, in silence"
+        evidence = "`cpu=True` with `mixed_precision='fp16'`: accelerate reports fp16 and silently computes in fp32"
         yield _instead(script, call, given, evidence, '"bf16"')
 
 

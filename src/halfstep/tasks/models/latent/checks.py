@@ -54,7 +54,7 @@ def check_channels(given: int, wanted: int, whose: str) -> None:
 def _check_stage(options: Any) -> None:
     if options.stage == "denoiser" and options.autoencoder == "new":
         raise BadRecipe(
-            "model.stage=denoiser with model.autoencoder=new, which has learnt nothing and would stay so",
+            "model.stage=denoiser with model.autoencoder=new, which is untrained and would stay so",
             allowed="an autoencoder that was trained, both at once, or none",
             do="train one first (model.stage=autoencoder), then write model.autoencoder=runs/NAME; "
             "or model.stage=both; or model.autoencoder=none",
@@ -72,7 +72,7 @@ def _check_guidance(options: Any) -> None:
     if options.guidance != 1.0 and not learnt:
         raise BadRecipe(
             f"model.guidance={options.guidance:g} with model.condition_drop=0: the denoiser always has a condition, "
-            "and what it says without one is not learnt",
+            "so it has not learned to predict without one",
             allowed="model.guidance=1, or a share of the samples without their condition",
             do="write model.guidance=1, or train with model.condition_drop=0.1",
         )
