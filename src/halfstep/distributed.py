@@ -120,10 +120,10 @@ def _finish(work: Any, tensor: Tensor) -> None:
 def rank_failed(given: str, rank: int | None, *, usable: bool, out_of_memory: bool = False) -> RankFailed:
     """Return the error for a rank that did not fail itself; `usable` tells whether the process group still is."""
     if usable:
-        allowed = "nothing has moved on any rank, and the process group can be used"
+        allowed = "no rank has applied anything, and the process group is usable"
         error = RankFailed(given, allowed=allowed, do="look at that rank's own error; train on if it does")
     else:
-        allowed = "nothing has moved on this rank, but the process group cannot be used any more"
+        allowed = "this rank has applied nothing, but the process group is no longer usable"
         error = RankFailed(given, allowed=allowed, do="end this process and start the job again from its checkpoint")
     error.rank, error.usable, error.out_of_memory = rank, usable, out_of_memory
     return error

@@ -84,4 +84,4 @@ def test_a_command_that_is_stopped_before_its_first_step_says_so(tmp_path: Path)
     process.send_signal(signal.SIGTERM)
     code, said = ended(process)
     assert code == 75, said
-    assert "at step 0 of" in said or "before the first step, so that nothing was saved" in said
+    assert "at step 0 of" in said or "before the first step, so nothing was saved" in said

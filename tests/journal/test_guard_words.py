@@ -37,7 +37,7 @@ def gave_up(**changes: Any) -> Event:
         "skipped": {"loss_not_finite": 5},
         "cures": [],
         "error": f"{SENTENCE}. 5 steps in a row were skipped",
-        "checkpoint_note": "the last good checkpoint is step-00000005.0001, of step 5: the run goes on from it",
+        "checkpoint_note": "the last good checkpoint is step-00000005.0001, of step 5: the run continues from it",
         "do": DO,
     }
     return {**facts, **changes}

@@ -90,7 +90,7 @@ def check_that_training_goes_on(found: list[dict[str, Any]], kind: str, place: s
     error, words = ("KeyboardInterrupt", "") if place == "Ctrl-C" else ("Unreadable", "sample 7")
     check(found, error, words)
     assert all(one["usable"] for one in found[:-1])
-    assert "can be used" in found[0]["words"]
+    assert "is usable" in found[0]["words"]
     if (kind, place) != ("DDP", "in backward"):  # where buckets were made anew, and four numbers summed in other orders
         assert all(one["after"] == one["undisturbed"] for one in found)
 

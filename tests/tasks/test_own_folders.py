@@ -47,7 +47,7 @@ def test_photographs_of_mixed_sizes_train_without_a_setting(tmp_path: Path, monk
     assert {"data.val", "data.classes", "data.crop", "train.batch_size"} <= chosen.keys()
     assert "model.width" not in chosen
     assert all(chosen.values())
-    assert any("cores" in note and "64 were asked for" in note for note in start["notes"])  # type: ignore[attr-defined]
+    assert any("cores" in note and "64 were requested" in note for note in start["notes"])  # type: ignore[attr-defined]
     # Another photograph changes what would be chosen, and not what the run was begun with.
     assert halfstep.fit("segment", settings=settings, quiet=True) == run
 

@@ -232,7 +232,7 @@ def test_what_is_asked_of_a_finished_run_is_answered_with_what_to_type(tmp_path:
     before = (tmp_path / "run" / "result.json").read_bytes()
     longer = refusal(tmp_path, train__epochs=25)
     assert "finished after 4 epochs; 25 epochs are requested" in longer.given
-    assert "fit(..., extend=True) to go on to 25 epochs, with rewarm=True" in longer.do
+    assert "fit(..., extend=True) to continue to 25 epochs, with rewarm=True" in longer.do
     shorter = refusal(tmp_path, train__epochs=2)
     assert "extend" not in shorter.do
     assert "adds 2 epochs" in refusal(tmp_path, extend=True, train__epochs=2).do

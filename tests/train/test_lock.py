@@ -64,7 +64,7 @@ def test_a_second_process_is_told_who_has_it(tmp_path: Path) -> None:
     process, pid = held(tmp_path)
     error = refusal(tmp_path)
     assert f"{tmp_path} is in use by process {pid} on {socket.gethostname()} since 20" in error.given
-    assert error.allowed == "one process a folder"
+    assert error.allowed == "one process per folder"
     assert error.do == f"wait for it, stop it (kill {pid}), or call fit(..., new=True) for a new folder"
     killed(process)
     lock(tmp_path).release()

@@ -300,7 +300,7 @@ def test_a_run_goes_on_with_fewer_ranks_and_the_same_samples(world: Any, tmp_pat
     assert went_on[0]["loss"] == pytest.approx(whole[0]["loss"], rel=1e-5)
     began = events(tmp_path / "cut" / "run", "start")[-1]
     assert began["resumed"]["attempt"] == 3
-    assert any("saved by 4 ranks, and goes on with 2" in reason for reason in began["resumed"]["reasons"])
+    assert any("saved by 4 ranks, and resumes with 2" in reason for reason in began["resumed"]["reasons"])
     assert began["resumed"]["exact"] is False
 
 

@@ -66,4 +66,4 @@ def test_every_applied_step_counts_and_no_other(tmp_path: Path, task: type[Count
     assert [event["is_rough"] for event in speeds] == [True, True, False, False]
     assert all(event["seconds_left"] > 0 for event in speeds[:-1])
     stages = [event["text"] for event in told if event["event"] == "stage"]
-    assert stages == ["reading the first 16 samples", "computing the first step in fp32, watching what runs"]
+    assert stages == ["reading the first 16 samples", "computing the first step in fp32, recording its operations"]

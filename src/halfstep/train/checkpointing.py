@@ -99,7 +99,7 @@ def _probe(folder: Path, mark: Path, needed: int) -> None:
     if free < needed:
         raise StorageFailed(
             f"{free:,} bytes are free for {folder}, and a checkpoint takes about {needed:,}",
-            allowed="room for a checkpoint more than are kept",
+            allowed="room for one checkpoint more than are kept",
             do="make room, or give run.dir=FOLDER on another disk",
         )
 
@@ -110,8 +110,8 @@ def _claim(folder: Path, launch: str) -> None:
     while owner_of(folder) is None and Ownership.joined(folder, launch) is None:
         if time.monotonic() > until:
             raise FolderTaken(
-                f"{folder / LOCK} is not the lock of this launch here: another one has taken the folder",
-                allowed="one launch a folder",
+                f"{folder / LOCK} is not the lock of this launch here: another launch is using the folder",
+                allowed="one launch per folder",
                 do=f"stop the other one, or {add_option('new')} for a new folder",
             )
         time.sleep(0.05)
@@ -246,12 +246,12 @@ class Checkpoints:
             raise StorageFailed(
                 f"the run was asked to stop by {signal}, and its last state could not be saved: {self._failure}",
                 allowed="a disk with room for a checkpoint",
-                do="make room, and start the run again with the same command: it goes on from an earlier checkpoint",
+                do="make room, and start the run again with the same command: it continues from an earlier checkpoint",
             )
         newest = f"{self.last.attempt:,} of {planned:,}: saved as {_name(self.last)}"
         if self.doubt:
             newest = f"{self._live.progress.attempts:,} of {planned:,}: {self.doubt}; the newest is {_name(self.last)}"
-        raise Stopped(f"stopped by {signal} at step {newest}", do="start it again with the same command to go on")
+        raise Stopped(f"stopped by {signal} at step {newest}", do="start it again with the same command to continue")
 
     def _stopped_without_numbers(self, signal: str, planned: int) -> HalfstepError:
         """Return the error for weights that are non-finite: the disk is fine, and more room would not help."""
@@ -312,8 +312,8 @@ class Checkpoints:
             )
         return StorageFailed(
             given,
-            allowed="a disk that can be written to, with room for a checkpoint more than are kept",
-            do="make room, and start the run again with the same command: it goes on from the last whole one",
+            allowed="a writable disk, with room for one checkpoint more than are kept",
+            do="make room, and start the run again with the same command: it continues from the last checkpoint",
         )
 
 

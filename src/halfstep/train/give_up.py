@@ -281,7 +281,7 @@ def _kept(checkpoints: Checkpoints, none_is_good: bool) -> str:
     if none_is_good:
         return "the weights were already bad in the oldest checkpoint: the run must start again"
     at = f"{checkpoints.last.attempt:,}"
-    return f"the last good checkpoint is {checkpoints.name}, of step {at}: the run goes on from it"
+    return f"the last good checkpoint is {checkpoints.name}, of step {at}: the run continues from it"
 
 
 def _command(loop: Loop, cause: str, command: str, permission: Permission) -> str | None:

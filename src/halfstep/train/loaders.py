@@ -147,7 +147,7 @@ def _at_most_cores(asked: int) -> tuple[int, str]:
     """Limit the workers to the cores: more only take turns, and torch warns about them in every epoch."""
     if asked <= (most := cores()):
         return asked, ""
-    return most, f"num_workers {most}: {asked} were asked for, and this machine has {most} cores"
+    return most, f"num_workers {most}: {asked} were requested, but this machine has {most} cores"
 
 
 def _workers(

@@ -254,7 +254,7 @@ class Loop:
 
     def _computing(self) -> str:
         compiling = "compiling the model and " if self.recipe.train.compile else ""
-        return f"{compiling}computing the first step in {self.parts.choice.precision.name}, watching what runs"
+        return f"{compiling}computing the first step in {self.parts.choice.precision.name}, recording its operations"
 
     def _after_step(self) -> None:
         """Save where it is due, record finished saves, and stop where that was requested."""

@@ -86,7 +86,7 @@ class RunOutputs:
         if not is_finite:
             text = f"{name} is unchanged: the current weights are not finite"
             if not (self.folder / name).exists():
-                text = f"{name} is not written: the weights hold numbers that are not finite"
+                text = f"{name} is not written: the weights are not finite"
                 self._unwritten[name] = diverged(text)
             self._journal.emit(events.NOTE, text=text, level="warning")
             return
@@ -214,8 +214,8 @@ def _or_storage_failed(name: str) -> Iterator[None]:
 def _storage_failed(name: str, why: str) -> StorageFailed:
     return StorageFailed(
         f"{name} could not be written: {why}",
-        allowed="a disk that can be written to",
-        do="make room, and start the run again with the same command: it goes on from its last checkpoint",
+        allowed="a writable disk",
+        do="make room, and start the run again with the same command: it continues from its last checkpoint",
     )
 
 

@@ -144,7 +144,7 @@ def store_prefix(environment: Mapping[str, str]) -> str:
     if restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         raise WrongUse(
             "torchrun with restarts on several nodes, and one store for all attempts: a restarted run would wait for "
-            "the ranks of the attempt before",
+            "the ranks of the previous attempt",
             allowed="a store for each attempt, or --max-restarts 0",
             do=f"export {SHARED_STORE}=1 on every node, and start torchrun with --rdzv-backend c10d",
         )
@@ -166,7 +166,7 @@ def device_of(name: str) -> torch.device:
     found = torch.device(describe(None if name == AUTO else name).place)
     if found.type not in present():
         raise WrongUse(
-            f"train.device={name}, which computes nothing on this machine",
+            f"train.device={name}, which is not available on this machine",
             allowed=", ".join(present()),
             do=f"leave it out, or write train.device={present()[0]}",
         )

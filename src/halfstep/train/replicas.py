@@ -60,10 +60,9 @@ class Replicas:
         lines = list(dict.fromkeys(line for lines in found for line in lines))
         more = "; ..." if len(lines) > MOST_NAMED else ""
         return ReplicasDiffer(
-            f"after step {self._live.progress.attempts:,} the ranks do not hold the same: "
-            f"{'; '.join(lines[:MOST_NAMED])}{more}",
+            f"after step {self._live.progress.attempts:,} the ranks differ: {'; '.join(lines[:MOST_NAMED])}{more}",
             allowed="bitwise equal weights and optimizer state on every rank that has a copy",
-            do="check that machine, and start the same command: it goes on from a checkpoint that was the same on all",
+            do="check that machine, and run the same command again: it continues from a checkpoint equal on all ranks",
         )
 
 

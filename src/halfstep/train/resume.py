@@ -174,10 +174,10 @@ def _choose(folder: Path) -> tuple[tuple[str, int, int] | None, list[str]]:
 def _refuse_lost(folder: Path) -> None:
     """Raise NoCheckpoint where a run was saved and has no checkpoint: it must not start over silently."""
     if _was_saved(folder):
-        raise none_intact(folder / CHECKPOINTS, ["there are none, though the journal tells of some"])
+        raise none_intact(folder / CHECKPOINTS, ["there are none, although the journal records some"])
     # The journal would mention a checkpoint; weights alone may be older than the first one.
     if not sizes(folder)[JOURNAL] and not (folder / JOURNAL).exists() and (folder / LAST).exists():
-        raise none_intact(folder / CHECKPOINTS, [f"there are none, and no {JOURNAL}, though {LAST} is there"])
+        raise none_intact(folder / CHECKPOINTS, [f"there are none, and no {JOURNAL}, although {LAST} exists"])
 
 
 def _remove_drafts(folder: Path, disk: Disk) -> None:
@@ -257,13 +257,13 @@ def _reasons(loop: Loop, checkpoint: FoundCheckpoint) -> list[str]:
     manifest = checkpoint.manifest
     found = differences(dict(manifest.environment), environment(loop.stepper.device))
     if manifest.world_size != distributed.size():
-        found.append(f"it was saved by {manifest.world_size} ranks, and goes on with {distributed.size()}")
+        found.append(f"it was saved by {manifest.world_size} ranks, and resumes with {distributed.size()}")
     else:
         saved, now = _shard_size(manifest.chunks), _live_shard_size(loop.model)
         if saved != now:
             # Shards are summed in parts of other sizes: the last bits of a sum depend on its order, also of two terms
             # in a norm.
-            found.append(f"it was saved by {_in_shards(saved)}, and goes on with {_in_shards(now)}")
+            found.append(f"it was saved by {_in_shards(saved)}, and resumes with {_in_shards(now)}")
         if manifest.world_size > 2 and min(saved, now) == 1:
             # DDP packs gradients anew after its first backward, and a ring adds each element in an order that depends
             # on its place. Two terms have one order; with four ranks the bits of a resumed run were seen to differ.
@@ -293,7 +293,7 @@ def _extended(loop: Loop, before: Mapping[str, object] | None) -> Extension:
     if at >= loop.planned:
         raise WrongUse(
             f"{option('extend')} to {loop.planned} steps in all, and the run has taken {at} already",
-            allowed="the whole length that the run is to have, with what it has had",
+            allowed="the total length of the run, including the steps already trained",
             do=f"{to_extend((None, at), loop.train.steps_per_epoch)} adds one epoch",
         )
     if before is not None and loop.progress.step_in_epoch < loop.train.steps_per_epoch:
@@ -404,6 +404,6 @@ def _other_global_batch(live: RunObjects, before: int, ranks_before: int) -> Sta
     return StateMismatch(
         f"{ranks_before} ranks saved the run with {before} samples a step; {ranks} ranks would take "
         f"{each * train.microbatches}",
-        allowed="the same number of samples a step, so that the order of the samples goes on",
+        allowed="the same number of samples a step, so that the order of the samples continues",
         do=f"add {keeps}" if keeps else f"use a number of ranks that divides {before}, or {add_option('new')}",
     )

@@ -111,8 +111,8 @@ def lock(folder: Path, now: Now = unwatched) -> FolderLock:
     except OSError as error:
         raise FolderTaken(
             f"{folder} cannot be locked: {error.strerror or error}",
-            allowed="a folder on a file system with locks, that this user can write to",
-            do="give run.dir=PATH, a place of your own",
+            allowed="a writable folder on a file system with locks",
+            do="give run.dir=PATH, a folder of yours",
         ) from None
 
 
@@ -175,7 +175,9 @@ def _in_use(folder: Path, holder: Holder | None) -> FolderTaken:
     elif holder is not None:
         stop = f"stop it (kill {holder.pid}{'' if holder.is_here else f' on {holder.host}'}), "
     return FolderTaken(
-        f"{folder} is in use by {who}", allowed="one process a folder", do=f"wait for it, {stop}or {_another_folder()}"
+        f"{folder} is in use by {who}",
+        allowed="one process per folder",
+        do=f"wait for it, {stop}or {_another_folder()}",
     )
 
 
@@ -193,7 +195,7 @@ def _fcntl() -> ModuleType:
         import fcntl
     except ImportError:
         raise WrongUse(
-            "this system has no flock: two runs could write to one folder, and training cannot keep them apart",
+            "this system has no flock: two runs could write to one folder, and training cannot prevent it",
             allowed="Linux or macOS",
             do="train in WSL, or in a container",
         ) from None
@@ -504,7 +506,7 @@ def _refuse_links(path: Path) -> None:
             raise Unsafe(
                 f"{path / name} is {'a link' if stat.S_ISLNK(mode) else f'no {kind}'}, and the run would write into it",
                 allowed=f"a {kind} of the run's own",
-                do=f"look at what put it there, and move it away; or {_another_folder()}",
+                do=f"find out what created it, and move it away; or {_another_folder()}",
             )
 
 
@@ -530,21 +532,21 @@ def _finished(path: Path, changed: list[Change], recipe: Any, before: SavedRun) 
     if changed and not drop_keys(changed, PLACES):
         return FolderTaken(
             listed(f"{path} holds a finished run on another data folder:", changed),
-            allowed="one run a folder",
-            do=f"give the folder that it was trained on, or {_another_folder()}, to train on this one",
+            allowed="one run per folder",
+            do=f"give its original data folder, or {_another_folder()}, to train on this one",
         )
     if changed and asked != before.length and not drop_keys(changed, LENGTH):
         return _other_length(path, asked, before)
     if changed:
         return FolderTaken(
             listed(f"{path} holds a finished run of another recipe:", changed),
-            allowed="one run a folder; a finished one goes on only where it is extended",
-            do=f"{_another_folder()}; `halfstep train {path / RECIPE}` has the settings of the one that is there",
+            allowed="one run per folder; a finished one continues only with an extension",
+            do=f"{_another_folder()}; `halfstep train {path / RECIPE}` has the settings of the existing run",
         )
     return FolderTaken(
         f"{path} holds this run, finished",
-        allowed="one run a folder",
-        do=f"halfstep evaluate {path}, or {to_go_on(before)} to train on, or {_another_folder()}",
+        allowed="one run per folder",
+        do=f"halfstep evaluate {path}, or {to_go_on(before)} to continue training, or {_another_folder()}",
         id=RUN_FINISHED,
     )
 
@@ -554,11 +556,11 @@ def _other_length(path: Path, asked: tuple[int | None, int | None], before: Save
     if is_longer(asked, before.length) is False:
         return FolderTaken(given, allowed="one run per folder; a run cannot be shortened", do=_another_folder())
     extend = (
-        f"{add_option('extend')} to go on to {in_words(asked)}, with {option('rewarm')} for a new warm-up and decay"
+        f"{add_option('extend')} to continue to {in_words(asked)}, with {option('rewarm')} for a new warm-up and decay"
     )
     return FolderTaken(
         given,
-        allowed="a finished run goes on where it is extended",
+        allowed="a finished run continues only with an extension",
         do=f"{extend}; or {_another_folder()}",
     )
 
@@ -585,7 +587,7 @@ def _written(path: Path) -> dict[str, Any] | None:
 
 def _cannot_create(path: Path, error: OSError) -> FolderTaken:
     return FolderTaken(
-        f"{path} cannot be made or written to: {error.strerror or error}",
+        f"{path} cannot be created or written to: {error.strerror or error}",
         allowed="a folder that this user can write to",
-        do="give run.dir=PATH, a place of your own",
+        do="give run.dir=PATH, a folder of yours",
     )

@@ -72,7 +72,7 @@ def freeze(model: nn.Module, parts: list[str]) -> list[str]:
     if parts and not trained:
         raise BadRecipe(
             f"model.freeze: {', '.join(parts)} leaves nothing to train",
-            allowed="at least one part that is trained",
+            allowed="at least one trainable part",
             do=f"leave out one of {', '.join(parts)}",
         )
     for part, parameters in found.items():
@@ -235,7 +235,7 @@ def _muon(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
     matrices = [p for p in trained if p.ndim == 2 and id(p) not in looked_up]
     if not matrices:
         raise WrongUse(
-            f"optimizer.name=muon for {type(model).__name__}, which has no matrix among its trained weights",
+            f"optimizer.name=muon for {type(model).__name__}, which has no trainable matrix",
             allowed="a model with linear or attention layers: muon takes 2-D weights, convolutions have 4-D ones",
             do="write optimizer.name=adamw",
         )
@@ -552,7 +552,7 @@ def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.
     if recipe.train.checkpoint_activations and recipe.train.compile:
         raise BadRecipe(
             "train.compile together with train.checkpoint_activations",
-            allowed="one of them; torch cannot compile what keeps batch statistics still while it computes them again",
+            allowed="one of them; torch cannot compile the hooks that freeze batch statistics during recomputation",
             do="write train.compile=false",
         )
     if recipe.train.checkpoint_activations:

@@ -282,7 +282,7 @@ def _restore(number: signal.Signals, handler: Any) -> None:
     signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-IN_A_STEP = "stopped in the middle of a step; the same command goes on from the last checkpoint, if there is one"
+IN_A_STEP = "stopped in the middle of a step; the same command continues from the last checkpoint, if there is one"
 
 
 def end_process(code: int, reason: str) -> None:
@@ -306,7 +306,7 @@ def asked_to_stop() -> str | None:
 def not_begun(signal: str) -> NotBegun:
     """Return the error of a run that was asked to stop before its first step."""
     error = NotBegun(
-        f"stopped by {signal} before the first step, so that nothing was saved",
+        f"stopped by {signal} before the first step, so nothing was saved",
         do="start it again with the same command",
     )
     error.signal = signal

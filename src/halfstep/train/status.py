@@ -188,11 +188,11 @@ def _gave_up(folder: Path, last: Mapping[int, StatusFile]) -> NotRestarted:
     end = {"state": ENDED, "code": code, "reason": given, "restartable": False}
     with contextlib.suppress(OSError):
         write_json(folder / status_file(0), {**(read_json(folder / status_file(0)) or {}), **end})
-    return _not_restarted(given, code, "look at the first of these endings; the same command goes on when it is mended")
+    return _not_restarted(given, code, "fix the first of these failures, and run the same command again")
 
 
 def _not_restarted(given: str, code: int, do: str) -> NotRestarted:
-    error = NotRestarted(given, allowed="a restart that can end otherwise than the attempt before", do=do)
+    error = NotRestarted(given, allowed="a restart that can end differently from the previous attempt", do=do)
     error.exit_code = code
     return error
 

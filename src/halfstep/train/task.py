@@ -154,11 +154,11 @@ class Task(ABC):
 
     def judge(self, said: Tensor, truth: Tensor) -> Judged:
         """Return the quality of each output of a batch; `said` and `truth` are what the metrics get."""
-        raise LeftOut(f"{type(self).__name__} does not judge samples one by one")
+        raise LeftOut(f"{type(self).__name__} does not score single samples")
 
     def signature(self) -> Signature:
         """Return a description of the model's inputs and outputs, for use of its weights elsewhere."""
-        raise LeftOut(f"{type(self).__name__} does not say what its model takes")
+        raise LeftOut(f"{type(self).__name__} has no signature for its model's input")
 
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
         """Return the prediction for one image as read from its file, channels × height × width."""
@@ -166,4 +166,4 @@ class Task(ABC):
 
     def sample(self, model: nn.Module, count: int, on_progress: OnProgress) -> list[Picture]:
         """Return pictures that the model generates; randomness comes from torch's default generator."""
-        raise LeftOut(f"{type(self).__name__} makes nothing by itself")
+        raise LeftOut(f"{type(self).__name__} does not generate samples")

@@ -196,7 +196,7 @@ class Watchdog:
 
     def _where(self, idle: float) -> str:
         seconds = idle if distributed.size() == 1 else max(idle, self._limit)
-        return f"nothing has moved for {seconds:.0f} s in step {self._step} ({self._phase})"
+        return f"no progress for {seconds:.0f} s in step {self._step} ({self._phase})"
 
     # -- in the thread that writes and reads --------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ def end_hung(reason: str) -> None:
     """End this process, from the thread that watches it."""
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     try:
-        _tell(f"{who}{reason}\n  do: start it again with the same command to go on")
+        _tell(f"{who}{reason}\n  do: start it again with the same command to continue")
     finally:
         # Not sys.exit: the main thread does not come back to handle it.
         os._exit(HUNG)

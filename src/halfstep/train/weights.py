@@ -118,7 +118,7 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> LoadRep
         raise StateMismatch(
             f"{path} does not fit the model\n{report}",
             allowed=f"weights of this model: {len(own)} tensors",
-            do="check model.name and its options against those that the file was made with",
+            do="check model.name and its options against those of the file",
         )
     _all_sound(path, fitting, own)
     with torch.no_grad():

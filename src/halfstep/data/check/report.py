@@ -71,11 +71,11 @@ def _kinds(found: SetLooked) -> str:
 
 RULES = (
     # Names
-    Rule("link-outside", "error", "links lead out of the folder, where nothing is read",
+    Rule("link-outside", "error", "links point outside of the folder, where nothing is read",
          'cp --remove-destination "$(readlink -f FILE)" FILE', f.named("outside")),
     Rule("link-broken", "error", "links lead nowhere", "delete them", f.named("broken")),
-    Rule("folder-closed", "error", "folders cannot be looked into", "chmod -R u+rX FILE", f.named("closed")),
-    Rule("too-deep", "error", "folders lie too deep, or lead into themselves", "look for a link that leads back up",
+    Rule("folder-closed", "error", "folders cannot be read", "chmod -R u+rX FILE", f.named("closed")),
+    Rule("too-deep", "error", "folders are too deep, or contain themselves", "look for a link that leads back up",
          f.named("deep")),
     Rule("no-file", "error", "pipes, sockets or devices in the folder", "delete them", f.named("special")),
     Rule("hidden", "note", "hidden files are skipped",
@@ -88,11 +88,11 @@ RULES = (
          f.of_splits(lambda split: split.without_mask)),
     Rule("no-photograph", "error", "masks have no photograph", f"rename or take away: {_PAIRS}",
          f.of_splits(lambda split: split.without_image)),
-    Rule("same-name", "error", "two files have one name but for their ending", "rename one of each",
+    Rule("same-name", "error", "two files differ only in their extension", "rename one of each",
          f.of_splits(lambda split: split.same_name, below=True)),
     Rule("class-empty", "error", "class folders hold no image", "fill or delete them",
          f.of_splits(lambda split: split.empty_classes, below=True)),
-    Rule("no-class", "error", "images lie in no class folder", "move each into the folder of its class",
+    Rule("no-class", "error", "images are in no class folder", "move each into the folder of its class",
          f.of_splits(lambda split: split.loose, below=True)),
     # Files
     Rule("empty-file", "error", "files are empty, 0 bytes", _AGAIN, f.unreadable(facts.EMPTY)),
@@ -105,7 +105,7 @@ RULES = (
          f.unreadable(facts.HUGE)),
     Rule("animated", "warning", "files have several pictures, of which the first is read", "magick FILE[0] FILE",
          f.files_where(lambda look: look.frames > 1)),
-    Rule("misnamed", "note", "files are of another kind than their endings say; they are read as what they are",
+    Rule("misnamed", "note", "file extensions do not match the contents; files are read by their contents",
          "nothing, or rename them", f.files_where(lambda look: look.is_misnamed)),
     Rule("mixed-depth", "warning", "some images have 16 bits or more, and others 8", "magick FILE -depth 8 FILE",
          f.deeper_than_most),
@@ -114,14 +114,14 @@ RULES = (
     Rule("mixed-channels", "note", _kinds, "nothing, if they are so: grey is repeated, transparency dropped",
          f.of_unusual_channels),
     # Pairs
-    Rule("exif-rotation", "error", "photographs are turned by their EXIF, and their masks are not",
-         f"{_UNTURN}, so that the photograph lies as its mask does", f.pairs_where(f.is_turned_alone)),
+    Rule("exif-rotation", "error", "photographs are rotated by their EXIF, but their masks are not",
+         f"{_UNTURN}, so that the photograph is oriented like its mask", f.pairs_where(f.is_turned_alone)),
     Rule("size-mismatch", "error", "masks are not as large as their photographs",
          "draw the mask on the photograph itself; or magick MASK -filter point -resize WIDTHxHEIGHT! MASK",
          f.pairs_where(f.is_of_another_size)),
-    Rule("exif-turned", "warning", "photographs are turned by their EXIF; whether their masks are, sizes do not tell",
+    Rule("exif-turned", "warning", "photographs are rotated by their EXIF, and their masks may not be",
          f"look at one with its mask; where it does not fit: {_UNTURN}", f.pairs_where(f.may_be_turned_alone)),
-    Rule("mask-turned", "error", "masks have an EXIF that turns them, and masks are read as they lie",
+    Rule("mask-turned", "error", "masks have an EXIF rotation, which is ignored for masks",
          "magick FILE -auto-orient FILE",
          f.pairs_where(lambda image, mask: mask.orientation in range(2, 9), masks=True)),
     # Masks
@@ -136,7 +136,7 @@ RULES = (
     Rule("class-absent", "warning", "classes have no pixel", "check the numbers of your classes", f.absent_classes),
     Rule("class-faint", "warning", "classes have hardly a pixel", "add photographs that show them", f.faint_classes),
     # Classes
-    Rule("one-class", "error", "there is one class only, and nothing to tell apart",
+    Rule("one-class", "error", "there is only one class",
          "look whether these are the right masks or folders, and whether their values are what you meant",
          f.only_class),
     Rule("one-image", "warning", "class folders hold one image: it is used for training or validation, never both",
@@ -152,7 +152,7 @@ RULES = (
          "keep one of each", f.copies(lambda sample: sample.split)),
     Rule("two-classes", "error", "pictures are in two classes", "keep each in its class alone",
          f.copies(lambda sample: sample.label)),
-    Rule("copies", "warning", "pictures are there more than once", "keep one of each", f.copies(None)),
+    Rule("copies", "warning", "pictures are duplicated", "keep one of each", f.copies(None)),
 )  # fmt: skip
 
 

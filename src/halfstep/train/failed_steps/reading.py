@@ -277,10 +277,10 @@ def _refuse_another_model(
     if missing or other or shapes:
         first = (missing + other + shapes)[0]
         raise StateMismatch(
-            f"{record.path} was kept of another model: {len(missing)} of its tensors are missing, {len(other)} are not "
+            f"{record.path} belongs to another model: {len(missing)} of its tensors are missing, {len(other)} are not "
             f"in it, {len(shapes)} have another shape; the first is {first}",
             allowed="the model that the run was trained with",
-            do="bring back the recipe, the versions and the task's file that the run was made with",
+            do="restore the recipe, the versions and the task's file of the run",
         )
 
 
