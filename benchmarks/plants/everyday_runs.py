@@ -272,8 +272,8 @@ def with_batch_statistics() -> Scene:
 
 def all_of_them() -> list[Plant]:
     diverges = Expected("divergence")
-    once = Expected(NOT_REPRODUCIBLE, words=("does not happen again",))
-    compiler = Expected("compiler", words=("not compiled",))
+    once = Expected(NOT_REPRODUCIBLE, words=("non-deterministic operation",))
+    compiler = Expected("compiler", words=("in eager mode",))
     healthy = Expected("warm_up", words=("fit without one",))
     return [
         *plants("rmsprop_far_too_fast", TWO, _with_optimizer(torch.optim.RMSprop, 1e9), diverges),

@@ -116,7 +116,7 @@ def second_of_three() -> Scene:
 
 
 def all_of_them() -> list[Plant]:
-    expected = Expected("not_reproducible", words=("does not happen again",))
+    expected = Expected("not_reproducible", words=("non-deterministic operation",))
     return [
         *plants("fails_twice", "fp16 bf16 fp32", _in(Perceptron, lambda: Fails(1, 2)), expected),
         *plants("fails_in_attention", TWO, _in(Transformer, lambda: Fails(1)), expected),

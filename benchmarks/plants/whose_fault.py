@@ -269,5 +269,5 @@ def all_of_them() -> list[Plant]:
         *plants("large_exponent", TWO, _changed(large_exponent),
                 Expected(code, "aten.linalg_matrix_exp", ROOT, mark="large exponent")),
         *plants("noise_of_python", TWO, noise_of_python,
-                Expected("not_reproducible", words=("random numbers that are not torch's",))),
+                Expected("not_reproducible", words=("random numbers outside torch",))),
     ]  # fmt: skip

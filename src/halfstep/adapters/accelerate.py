@@ -38,19 +38,30 @@ def from_accelerate(
     precision: str | None = None,
     **options: Any,
 ) -> Stepper:
-    """Return a Stepper for objects that `accelerator.prepare` returned; `options` are those of `Stepper`.
+    """Return a Stepper for objects that `accelerator.prepare` returned.
 
     ```python
     stepper = halfstep.from_accelerate(accelerator, model, optimizer, scheduler, clip_norm=1.0)
     ```
 
-    The precision is accelerate's own setting unless it is given. accelerate's autocast is taken off the model, because
-    a rerun in another precision has to be one: evaluate inside `stepper.evaluating()`. Its optimizer and its scheduler
-    are stepped by the Stepper alone, and counts and loss scale are saved and loaded by `accelerator.save_state` and
-    `load_state`.
+    accelerate's autocast is removed from the model, because a rerun in another precision needs its own: evaluate inside
+    `stepper.evaluating()`. Only the Stepper steps the optimizer and the scheduler; `accelerator.save_state` and
+    `load_state` save and load its counts and its loss scale.
 
-    Raises WrongUse for engines with an optimizer of their own, such as DeepSpeed, for a model or an optimizer that was
-    not prepared, and like `Stepper`.
+    Args:
+        accelerator: The Accelerator.
+        model: The prepared model.
+        optimizer: The prepared optimizer.
+        scheduler: The prepared scheduler.
+        precision: The precision; by default accelerate's own setting.
+        options: Further arguments of `Stepper`.
+
+    Returns:
+        The Stepper.
+
+    Raises:
+        WrongUse: The engine has its own optimizer, such as DeepSpeed, or the model or the optimizer is not prepared;
+            and as in `Stepper`.
     """
     refuse_other_engines(accelerator)
     _check_prepared(accelerator, model, optimizer)

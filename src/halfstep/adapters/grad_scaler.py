@@ -62,17 +62,26 @@ class _Agreed(NamedTuple):
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` whose skipped updates change nothing, in fp16, bf16 and fp32.
 
-    The first six arguments are torch's. With `precision="bf16"` or `"fp32"` nothing is scaled, and the finite check
-    still works. The scale stays within [floor, cap], widened if necessary to include `init_scale`; torch's can fall to
-    0.0. `process_group` is the group of ranks that decide together (default: all ranks).
-
-    The loop computes in its own autocast: `precision` names the same format. `findings` has `precision.slow` where the
-    device emulates it; PrecisionRefused is raised where it cannot run or is known to give wrong numbers.
-
     `report` is the `StepReport` of the last decision, None before the first; `counts` counts decisions and the reasons
-    of skips. Calls out of order raise WrongUse with the name of the call, instead of torch's AssertionError or
-    RuntimeError; so do gradients written before `unscale_`, a direct `optimizer.step()`, and a backward pass into
-    unscaled gradients.
+    of skips. `findings` has `precision.slow` if the device emulates the precision. Calls out of order raise WrongUse
+    with the name of the call, instead of torch's AssertionError or RuntimeError; so do gradients written before
+    `unscale_`, a direct `optimizer.step()`, and a backward pass into unscaled gradients.
+
+    Args:
+        device: As in torch.
+        init_scale: As in torch.
+        growth_factor: As in torch.
+        backoff_factor: As in torch.
+        growth_interval: As in torch.
+        enabled: As in torch.
+        precision: The format of the loop's own autocast. With "bf16" or "fp32" nothing is scaled, and the finite check
+            still works.
+        floor: The smallest scale; torch's can fall to 0.0. Lowered if necessary to include `init_scale`.
+        cap: The largest scale. Raised if necessary to include `init_scale`.
+        process_group: The group of ranks that decide together; by default all ranks.
+
+    Raises:
+        PrecisionRefused: The device cannot run the precision, or is known to give wrong numbers.
     """
 
     def __init__(

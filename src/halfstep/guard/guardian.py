@@ -55,9 +55,18 @@ class Guardian:
         record: Callable[[FailedStep], None] | None = None,
         meters: Meters | None = None,
     ) -> None:
-        """`tell` receives events, `record` each diagnosed step; `meters` watch healthy steps.
+        """Add a guardian to the Stepper's guards.
 
-        Adds itself to the Stepper's guards. Raises UnknownName for an unknown mode.
+        Args:
+            stepper: The Stepper.
+            mode: `watch` diagnoses and reports; `repair` also applies remedies.
+            limits: The limits of skips, rollbacks and diagnoses.
+            tell: A callback for events; by default a warning.
+            record: A callback for each diagnosed step.
+            meters: Meters that sample healthy steps.
+
+        Raises:
+            UnknownName: The mode is unknown.
         """
         if mode not in ("watch", "repair"):
             raise unknown_name("guard mode", mode, ("watch", "repair"))

@@ -239,12 +239,24 @@ def survival(
     format_name: str = "fp16",
     device: torch.device | str | None = None,
 ) -> Survival:
-    """Return whether one step of a model with its loss and a batch, of "module:callable" or of a recipe survives a
-    format, and the remedy.
+    """Check whether one step survives a number format, and find a remedy.
 
     Several steps run on copies of the model with the same random numbers: in strict fp32, in the format, and with each
-    remedy before it is recommended. The user's model, batch and random state are left unchanged. Raises `WrongUse` for
-    an unknown format or a model without a loss function.
+    remedy before it is recommended. The model, the batch and the random state stay unchanged.
+
+    Args:
+        subject: A model, "module:callable", or a recipe by name or path.
+        loss_fn: `loss_fn(model, batch)`, for a model.
+        batch: A batch, for a model.
+        settings: Settings that change the recipe.
+        format_name: The number format, such as "fp16".
+        device: The device; by default that of the model.
+
+    Returns:
+        Whether the step survives, and the remedy.
+
+    Raises:
+        WrongUse: The format is unknown, or a model has no loss function.
     """
     if format_name not in _ROUNDINGS:
         raise unknown_name("format", format_name, FORMAT_NAMES)

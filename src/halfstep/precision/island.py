@@ -93,8 +93,17 @@ def island(target: Any, *paths: str) -> Any:
 
     Every public method becomes an fp32 entry; properties and generators do not. Inside a model the output is cast back
     to the incoming dtype. A loss stays in fp32, as does any object that is not a plain container, because casting a sum
-    back could overflow. Raises WrongUse for a module whose methods cannot be replaced. Returns `target`, or the wrapped
-    function.
+    back could overflow.
+
+    Args:
+        target: A module or a function.
+        paths: Names of submodules of `target`; without them, `target` itself becomes the island.
+
+    Returns:
+        `target`, or the wrapped function.
+
+    Raises:
+        WrongUse: The methods of a module cannot be replaced.
     """
     if not isinstance(target, nn.Module):
         return _widened(target)

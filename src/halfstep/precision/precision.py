@@ -164,5 +164,12 @@ def precision_named(name: str) -> Precision:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Return the same values in at least fp32, for sums, norms and losses; a wide tensor is returned itself."""
+    """Return the same values in at least fp32, for sums, norms and losses.
+
+    Args:
+        tensor: A tensor in any floating-point format.
+
+    Returns:
+        The tensor in fp32, or `tensor` itself if it is fp32 or wider.
+    """
     return tensor.float() if is_narrow(tensor.dtype) else tensor

@@ -117,15 +117,25 @@ def choose_precision(
     measured: Measurements | None = None,
     fresh: bool = False,
 ) -> Choice:
-    """Choose the precision for a run on `device`; under a process group every rank calls this, and rank 0 decides.
+    """Choose the precision for a run; under a process group every rank calls this, and rank 0 decides.
 
-    A precision given by name runs, with the finding `precision.slow` where the device emulates it; PrecisionRefused is
-    raised where it cannot run, would run as another format, or is known to give wrong numbers. With `fallback`, as in
-    recipes, the next format that the device has runs instead, with the finding `precision.substituted`. `amp` is bf16
-    where that is native, else fp16.
+    A precision given by name runs, with the finding `precision.slow` if the device emulates it. `amp` is bf16 if that
+    is native, otherwise fp16. `auto` measures a present device once, for about a second; a `Device` description is
+    judged by its facts.
 
-    `auto` measures a device that is present, for about a second and once; a `Device` description is judged by its
-    facts. A `Choice` is returned as it is. `measured` replaces the measurement, and `fresh` ignores the cache.
+    Args:
+        asked: A precision by name, `auto`, or a `Choice`, which is returned unchanged.
+        device: The device; by default the best of this machine.
+        fallback: Run in the next format that the device supports, with the finding `precision.substituted`, instead
+            of refusing; recipes do so.
+        measured: Measurements to use instead of new ones.
+        fresh: Ignore the cache of measurements.
+
+    Returns:
+        The chosen precision, with the reasons.
+
+    Raises:
+        PrecisionRefused: The precision cannot run, would run as another format, or is known to give wrong numbers.
     """
     if isinstance(asked, Choice):
         return asked

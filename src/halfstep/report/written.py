@@ -56,22 +56,23 @@ def report(
     examine: bool = False,
     refresh: int | None = None,
 ) -> WrittenReport:
-    """Write one page about runs, benches and plans: the verdict, curves, incidents, samples, and where it came from.
+    """Write one page about runs, benches and plans: the verdict, curves, incidents, samples, and their sources.
 
     Args:
-        paths: Folders of runs and benches, and files of `halfstep plan --json`; several runs are compared. output: The
-        file to write; if left out, `report.html` in the folder given, or here for several. format: `html`, one file
-        with everything in it, or `md`, for a pull request. examine: Build the runs' models again for formats, headroom,
-        memory and risks; the results are kept in the runs' folders. refresh: Seconds after which the page of a run that
-        goes on loads itself again.
+        paths: Folders of runs and benches, and files of `halfstep plan --json`; several runs are compared.
+        output: The file to write; by default `report.html` in the given folder, or here for several.
+        format: `html`, one file with everything in it, or `md`, for a pull request.
+        examine: Rebuild the runs' models for formats, headroom, memory and risks; the results are kept in the runs'
+            folders.
+        refresh: Seconds after which the page of an unfinished run reloads itself.
 
     Returns:
-        The file, what it is about, and the comparison of several runs.
+        The file, its subject, and the comparison of several runs.
 
     Raises:
         BadData: A path holds none of these, or cannot be read.
         StorageFailed: The file cannot be written.
-        UnknownName: The format is not known.
+        UnknownName: The format is unknown.
         WrongUse: No path, too many of them, or a folder as the file.
     """
     places = [Path(path) for path in paths]

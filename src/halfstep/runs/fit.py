@@ -60,15 +60,28 @@ def fit(
     extend: bool = False,
     rewarm: bool = False,
 ) -> Run:
-    """Train a recipe and return the finished run; resume it where it was interrupted.
+    """Train a recipe and return the finished run; resume it if it was interrupted.
 
-    A run that is finished already with these settings is returned as it is.
+    A run that is already finished with these settings is returned unchanged. A resumed run keeps its data and recipe
+    unless a change is accepted.
 
-    `recipe` is a name, a path, or a dict with the content of a recipe file. `task` is a task of your own, `settings`
-    overrides the recipe, `new` starts in a new numbered folder, `quiet` writes to the run's folder only. A resumed run
-    keeps its data and recipe unless a change is accepted. With `extend` a finished run continues to the length in
-    `settings` at its last learning rate; with `rewarm` too, with a new warm-up and decay over the added part. Raise a
-    `HalfstepError` where the recipe, the data or the folder is not usable.
+    Args:
+        recipe: The name of a recipe, a path, or a dict with the content of a recipe file.
+        task: Your own task, as an object or a class.
+        precision: The precision; by default that of the recipe.
+        settings: Settings that override the recipe.
+        new: Start in a new numbered folder.
+        quiet: Write to the run's folder only.
+        accept_data_change: Resume although the data has changed.
+        accept_recipe_change: Resume although the recipe has changed.
+        extend: Continue a finished run to the length in `settings`, at its last learning rate.
+        rewarm: With `extend`, use a new warm-up and decay over the added steps.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        HalfstepError: The recipe, the data or the folder is not usable.
     """
     accepted = accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
     found = recipe_of(recipe) if isinstance(recipe, Mapping) else read_recipe(str(recipe))

@@ -50,10 +50,10 @@ def runs(folder: str | os.PathLike[str] = "runs", most: int = 50) -> Listing:
 
     Args:
         folder: A folder of runs, or one run.
-        most: Runs to list at most.
+        most: The maximum number of runs to list.
 
     Returns:
-        A row for each run, and how many others there are.
+        A row for each run, and the number of runs left out.
 
     Raises:
         BadData: The folder cannot be read.

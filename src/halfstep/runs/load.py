@@ -63,9 +63,19 @@ class Loaded(TrainedModel):
 def load(
     run: str | Path, *, weights: str = "best", precision: str | None = None, task: type[Task] | None = None
 ) -> Loaded:
-    """Load the model of a run with its `best` or `last` weights or a file, in the run's precision or another.
+    """Load the model of a run.
 
-    `task` is the class of a task of your own, as given to `fit`. Raise `BadData` where the weights are not usable.
+    Args:
+        run: The folder of the run.
+        weights: `best`, `last`, or the path of a .safetensors file.
+        precision: The precision; by default that of the run.
+        task: The class of your own task, as given to `fit`.
+
+    Returns:
+        The model with its task, ready to predict.
+
+    Raises:
+        BadData: The weights are not usable.
     """
     found = open_finished(Path(os.path.expanduser(run)), weights=str(weights), precision=precision, own=task)
     return Loaded(found.folder, found.task, found.model, found.choice, found.device)

@@ -64,8 +64,14 @@ class EmaState(TypedDict):
 class Ema:
     """An exponential moving average of a model's parameters in fp32 or wider, with its buffers copied.
 
-    In 16 bits an average with decay 0.9999 never changes: each change is below half the spacing of the format. Raises
-    WrongUse for a decay outside of (0, 1), and for lazy parameters.
+    In 16 bits an average with decay 0.9999 never changes: each change is below half the spacing of the format.
+
+    Args:
+        model: The model to average.
+        decay: The weight of the old average in each update.
+
+    Raises:
+        WrongUse: The decay is outside of (0, 1), or a parameter is lazy.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:

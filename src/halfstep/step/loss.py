@@ -38,10 +38,12 @@ class _Out(NamedTuple):
 
 
 class Out(_Out):
-    """A loss, with anything else that should come back as `report.aux`: logits, an accuracy, a dict of terms.
+    """A loss, with any other value that `report.aux` returns: logits, an accuracy, a dict of terms.
 
-    Tensors in `aux` are detached, so that they keep no graph alive, and DistributedDataParallel expects no gradient
-    through them.
+    Args:
+        loss: The loss.
+        aux: The other values. Tensors are detached, so that they keep no graph alive, and DistributedDataParallel
+            expects no gradient through them.
     """
 
     __slots__ = ()
@@ -314,7 +316,14 @@ class NoScale(LossScale):
 
 
 class StaticScale(LossScale):
-    """A constant loss scale. An overflow skips the step and leaves the scale as it is."""
+    """A constant loss scale. An overflow skips the step and does not change the scale.
+
+    Args:
+        scale: The scale, positive and finite.
+
+    Raises:
+        WrongUse: The scale is out of range.
+    """
 
     def __init__(self, scale: float) -> None:
         self.value = _positive("scale", scale)
@@ -339,7 +348,18 @@ class DynamicScale(LossScale):
     """A loss scale that falls on an overflow and rises after `growth_interval` clean steps, within [floor, cap].
 
     `torch.amp.GradScaler` has neither bound: 166 bad batches take it to exactly 0.0, and the next clean one writes NaN
-    into the weights. Raises WrongUse for values out of range.
+    into the weights.
+
+    Args:
+        init_scale: The first scale.
+        growth_factor: The factor of each rise, above 1.
+        backoff_factor: The factor of each fall, between 0 and 1.
+        growth_interval: The clean steps before a rise.
+        floor: The smallest scale.
+        cap: The largest scale.
+
+    Raises:
+        WrongUse: A value is out of range.
     """
 
     def __init__(

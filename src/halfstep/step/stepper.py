@@ -56,13 +56,23 @@ class Stepper(StepperBase):
     def step(self, loss_fn: LossFunction | None, batch: Any = None, *, only: str | None = None) -> StepReport | None:
         """Make one update from a batch, or from a `Window` of micro-batches.
 
-        `loss_fn(model, batch)` gets your own module, not a wrapper. `only` names the one optimizer to update, for
-        alternating training. On several ranks `step(None)` joins without a batch, and returns None once no rank has
-        one.
+        A skipped step does not raise: see `report.reason`.
 
-        A skipped step does not raise: see `report.reason`. Raises WrongUse for an unusable loss or an open window,
-        RankFailed and RanksDisagree if another rank failed or diverged, PrecisionNotObserved if another precision ran,
-        and TornUpdate after an interrupted update.
+        Args:
+            loss_fn: `loss_fn(model, batch)`, which gets your own module, not a wrapper. On several ranks `step(None)`
+                joins without a batch.
+            batch: A batch, or a `Window`.
+            only: The one optimizer to update, for alternating training.
+
+        Returns:
+            The report of the step; None from `step(None)` once no rank has a batch.
+
+        Raises:
+            WrongUse: The loss is not usable, or a window is open.
+            RankFailed: Another rank failed.
+            RanksDisagree: Another rank is at a different step.
+            PrecisionNotObserved: Another precision ran.
+            TornUpdate: The previous update was interrupted.
         """
         checks.check_window(torn=False, in_one=bool(self._open), empty=False)
         # The exact type: a batch may be a list itself.

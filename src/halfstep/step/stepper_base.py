@@ -63,19 +63,35 @@ class StepperBase:
         process_group: Any = None,
         strict: None = None,
     ) -> None:
-        """Build a Stepper; `optimizer` is one optimizer, or a dict of several by name.
+        """Build a Stepper.
 
-        With several optimizers, a loss function that returns one loss trains all of them with one backward, and a
-        number as `clip_norm` clips them by their common norm; a dict of losses trains each by its own. `schedule`,
-        `clip_norm`, `clip_value` and `loss_scale` may be dicts by name. `on_gradients` is called with the parameters
-        that have a gradient, after unscaling and before the finite check. `observe` checks which precision really runs
-        in the first step. `ddp` holds options for DistributedDataParallel, which wraps a plain model on several ranks.
-        `process_group` names the ranks if they are not all.
+        With several optimizers, a loss function that returns one loss trains all of them with one backward pass, and a
+        number as `clip_norm` clips them by their common norm; a dict of losses trains each by its own loss. `schedule`,
+        `clip_norm`, `clip_value` and `loss_scale` may be dicts by optimizer name.
 
-        A precision given by name runs, with the finding `precision.slow` where the device emulates it, or is refused;
-        only `auto` chooses. Raises WrongUse for a combination that would train nothing or train it wrongly, and
-        PrecisionRefused for a precision that cannot run on the device, would run as another one, or is known to give
-        wrong numbers there.
+        Args:
+            model: The model.
+            optimizer: One optimizer, or a dict of several by name.
+            optimizers: A dict of several optimizers by name, instead of `optimizer`.
+            precision: A precision by name, which runs (with the finding `precision.slow` if the device emulates it) or
+                is refused; or `auto`, which chooses.
+            clip_norm: The maximum norm of the gradients.
+            clip_value: The maximum absolute value of a gradient.
+            schedule: A learning rate scheduler, stepped after each applied update.
+            ema: An average of the weights, updated after each applied update.
+            loss_scale: The loss scale of fp16; by default a `DynamicScale`.
+            guards: Checks that may refuse an update before it is applied.
+            on_gradients: A callback with the parameters that have a gradient, after unscaling and before the finite
+                check.
+            observe: Check in the first step which precision really runs.
+            ddp: Options for DistributedDataParallel, which wraps a plain model on several ranks.
+            process_group: The group of ranks that train together; by default all ranks.
+            strict: Not supported: a precision by name is always strict.
+
+        Raises:
+            WrongUse: The combination would train nothing, or train it wrongly.
+            PrecisionRefused: The precision cannot run on the device, would run as another one, or is known to give
+                wrong numbers there.
         """
         checks.refuse_strict("Stepper", strict)
         self._start_without_window()

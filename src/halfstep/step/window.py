@@ -14,9 +14,19 @@ class Window(list[Any]):
 
 
 def windows(loader: Iterable[Any], microbatches: int) -> Iterator[Window]:
-    """Group a loader's batches into windows of `microbatches`; raise WrongUse if that is below 1.
+    """Group a loader's batches into windows of micro-batches.
 
     The last window may be short, and is averaged over its own length.
+
+    Args:
+        loader: An iterable of batches.
+        microbatches: The number of batches in a window.
+
+    Returns:
+        An iterator over the windows.
+
+    Raises:
+        WrongUse: `microbatches` is below 1.
     """
     if microbatches < 1:
         raise WrongUse(f"windows of {microbatches} micro-batches", allowed="1 or more", do="windows(loader, 4)")

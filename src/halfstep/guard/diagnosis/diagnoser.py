@@ -228,12 +228,25 @@ def diagnose(
     seconds: float | None = None,
     tell: Callable[[Cost], None] = _warn,
 ) -> Verdict:
-    """Run the step of `report` again in several ways, and return what made it fail. The model is not changed.
+    """Rerun a skipped step in several ways, and return the cause of its failure.
 
-    `again` is the loss function for the reruns, if the step's own has side effects. `past` names the checkpoint that
-    the run resumed from, `generators` are torch.Generators of the model or the data with their states before the step,
-    and `tell` receives the cost if the model is large. Every rank must call this, and all get the same verdict. Raises
-    WrongUse if the step was not skipped, is not the last one, or cannot be run again.
+    The model is not changed. Every rank must call this, and all get the same verdict.
+
+    Args:
+        stepper: The Stepper of the step.
+        report: The report of its last step, which was skipped.
+        again: The loss function for the reruns, if the step's own has side effects.
+        history: Losses and learning rates of the steps before.
+        past: The checkpoint that the run resumed from.
+        generators: torch.Generators of the model or the data, with their states before the step.
+        seconds: The duration of a step, for the cost.
+        tell: A callback that gets the cost if the model is large.
+
+    Returns:
+        The cause, the evidence and the remedies.
+
+    Raises:
+        WrongUse: The step was not skipped, is not the last one, or cannot be rerun.
     """
     attempt = stepper.attempt
     if report.reason is None or attempt is None or report.attempt != stepper.counts.attempted:

@@ -86,8 +86,13 @@ FIRST = 10
 class Meters:
     """The meters of a run; they sample every 50th step. Findings are local: each rank sees its share of the batch.
 
-    Without `every`, the interval grows if a sample takes more than half a step, so that meters take at most 1 % of the
-    time. Raises WrongUse if `every` is below 1.
+    Args:
+        stepper: The Stepper.
+        every: The steps between two samples. By default the interval grows if a sample takes more than half a step, so
+            that meters take at most 1 % of the time.
+
+    Raises:
+        WrongUse: `every` is below 1.
     """
 
     name = "meters"

@@ -234,12 +234,26 @@ def audit(
     device: str | None = None,
     progress: OnProgress | None = None,
 ) -> Audit:
-    """Audit one step of a model with its loss function and a batch, of "module:callable", or of a recipe, which
-    `settings` change; nothing of it is changed.
+    """Record the formats in which one step runs, and check its islands and its number range.
 
-    `device` may be absent from this machine ("a100-80gb"): formats then follow CUDA's rules and no values are known.
-    Ctrl-C returns the results so far. Raises `WrongUse` for a model without a loss function, for an absent device that
-    does not follow CUDA's rules, and for a model that cannot be followed without a GPU.
+    The model, the batch and the random state stay unchanged. Ctrl-C returns the results so far.
+
+    Args:
+        subject: A model, "module:callable", or a recipe by name or path.
+        loss_fn: `loss_fn(model, batch)`, for a model.
+        batch: A batch, for a model.
+        settings: Settings that change the recipe.
+        precision: The precision of the step.
+        device: The device; if it is absent from this machine ("a100-80gb"), formats follow CUDA's rules and no values
+            are known.
+        progress: A callback for the progress.
+
+    Returns:
+        The audit: a row per module, and the findings.
+
+    Raises:
+        WrongUse: A model has no loss function, an absent device does not follow CUDA's rules, or the model cannot be
+            traced without a GPU.
     """
     measured = subject_of(subject, loss_fn, batch, settings)
     name, make_case = measured.name, measured.open

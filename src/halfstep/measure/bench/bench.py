@@ -223,13 +223,28 @@ def bench(
     price_per_hour: float | None = None,
     progress: OnProgress | None = None,
 ) -> Bench:
-    """Train a recipe in each precision with each seed, next to strict fp32; or step a model with its loss function and
-    a batch, or "module:callable".
+    """Compare precisions with strict fp32: train a recipe with each seed, or time the step of a model.
 
-    `settings` change the recipe. `arms` maps names to settings, for candidates that differ in more than the precision;
-    plain fp32 is always the first. Runs of a recipe are saved in `folder`, and finished ones there are reused; without
-    a folder they are deleted. Ctrl-C returns the results so far. Raises `WrongUse` for invalid arguments, `FolderTaken`
-    for a folder with other runs.
+    Plain fp32 is always the first candidate. Ctrl-C returns the results so far.
+
+    Args:
+        subject: A model, "module:callable", or a recipe by name or path.
+        loss_fn: `loss_fn(model, batch)`, for a model.
+        batch: A batch, for a model.
+        precisions: The precisions to compare.
+        seeds: The number of seeds.
+        settings: Settings that change the recipe.
+        arms: Settings by name, for candidates that differ in more than the precision.
+        folder: The folder for the runs of a recipe; finished runs there are reused. Without it they are deleted.
+        price_per_hour: The price of the machine, for the cost of each run.
+        progress: A callback for the progress.
+
+    Returns:
+        The bench: accuracy, time and memory of each candidate.
+
+    Raises:
+        WrongUse: The arguments are invalid.
+        FolderTaken: The folder has other runs.
     """
     given = subject_of(subject, loss_fn, batch, settings)
     changes = _arms(precisions, arms)

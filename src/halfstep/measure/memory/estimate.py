@@ -173,13 +173,30 @@ def estimate(
     microbatches: int | None = None,
     device: str | None = None,
 ) -> Ledger:
-    """Return the ledger of one update of a model with its loss function and a batch, of "module:callable", or of a
-    recipe, which `settings` change; nothing of it is run, touched or copied.
+    """Predict the memory of one update without running it.
 
-    Arguments left out are taken from the recipe; otherwise bf16, the given batch, and fused AdamW. `optimizer` is an
-    instance, or a function that makes one from a model. `device` need not be present ("a100-80gb", "rtx4090", "24GB");
-    the default is this machine's CPU. Raises `WrongUse` for sizes below 1, for code that depends on values and for any
-    error of the model, the loss or torch in them, `PrecisionRefused` where CUDA's autocast refuses an operation.
+    Nothing is run, changed or copied. Arguments left out are taken from the recipe; otherwise they are bf16, the given
+    batch, and fused AdamW.
+
+    Args:
+        subject: A model, "module:callable", or a recipe by name or path.
+        loss_fn: `loss_fn(model, batch)`, for a model.
+        batch: A batch, for a model.
+        settings: Settings that change the recipe.
+        precision: The precision of the update.
+        batch_size: The number of samples in a micro-batch.
+        optimizer: An optimizer, or a function that makes one from a model.
+        recompute: Whether activations are recomputed in backward.
+        channels_last: Whether the model uses channels_last.
+        microbatches: The number of micro-batches in an update.
+        device: The device, present or not ("a100-80gb", "rtx4090", "24GB"); by default this machine's CPU.
+
+    Returns:
+        The ledger of the update: its memory by part and over time.
+
+    Raises:
+        WrongUse: A size is below 1, the code depends on values, or the model, the loss or torch raises an error.
+        PrecisionRefused: CUDA's autocast refuses an operation.
     """
     if any(size is not None and size < 1 for size in (batch_size, microbatches)):
         given = f"batch_size={batch_size}, microbatches={microbatches}"

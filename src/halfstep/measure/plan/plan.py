@@ -126,12 +126,25 @@ def plan(
     grow_batch: bool = False,
     progress: OnProgress | None = None,
 ) -> Plan:
-    """Choose a setting for a model, its loss and a batch; for "module:callable"; or for a recipe, which `settings`
-    change.
+    """Choose the fastest setting for a model, a case or a recipe by measuring candidates.
 
-    Candidates of the last two run in their own processes. `progress` is called with the seconds spent
-    and the limit. Raises `WrongUse` for an invalid time, for a missing argument, and if the case does not train or fit
-    in strict fp32.
+    Candidates of a case or a recipe run in separate processes.
+
+    Args:
+        subject: A model, "module:callable", or a recipe by name or path.
+        loss_fn: `loss_fn(model, batch)`, for a model.
+        batch: A batch, for a model.
+        settings: Settings that change the recipe.
+        seconds: The time limit.
+        device: The device; by default the best of this machine.
+        grow_batch: Also try larger batches.
+        progress: A callback that gets the seconds spent and the limit.
+
+    Returns:
+        The plan: the chosen setting, and the measurements of all candidates.
+
+    Raises:
+        WrongUse: The time is invalid, an argument is missing, or the case does not train or fit in strict fp32.
     """
     if not 0 < seconds < math.inf:
         raise WrongUse(

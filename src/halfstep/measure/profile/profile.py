@@ -36,11 +36,25 @@ def profile(
     device: str | torch.device | None = None,
     progress: OnProgress | None = None,
 ) -> Profile:
-    """Find out why training is not faster in a lower precision: of a model, its loss function and a batch, of
-    "module:callable", or of a recipe, which `settings` change. The last two are measured in their own process.
+    """Find out why training is not faster in a lower precision.
 
-    A batch may be a DataLoader, which is read as in training. `seconds` is the approximate duration. Ctrl-C returns the
-    results so far. Raises `WrongUse` for an invalid time or precision, and for a case whose step does not run.
+    A case or a recipe is measured in a separate process. Ctrl-C returns the results so far.
+
+    Args:
+        subject: A model, "module:callable", or a recipe by name or path.
+        loss_fn: `loss_fn(model, batch)`, for a model.
+        batch: A batch, or a DataLoader that is read as in training, for a model.
+        settings: Settings that change the recipe.
+        precision: The lower precision.
+        seconds: The approximate duration.
+        device: The device; by default the best of this machine.
+        progress: A callback for the progress.
+
+    Returns:
+        The profile: one cause, and the next command.
+
+    Raises:
+        WrongUse: The time or the precision is invalid, or the step does not run.
     """
     if not seconds > 0:
         raise WrongUse(f"seconds={seconds}", allowed="a time above 0", do="leave it out, or give it 60")
