@@ -250,7 +250,7 @@ def survival(
         batch: A batch, for a model.
         settings: Settings that change the recipe.
         format_name: The number format, such as "fp16".
-        device: The device; by default that of the model.
+        device: The device; by default the best of this machine.
 
     Returns:
         Whether the step survives, and the remedy.
