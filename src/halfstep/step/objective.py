@@ -53,7 +53,7 @@ class Objective:
         return [p for slot in self.slots for p in slot.gradients.trainable]
 
     def backward(self, loss: Any, divide: int, ranks: Ranks, *, window: int, retain_graph: bool) -> None:
-        """Run backward from a loss, into the parameters of its own optimizers and no others."""
+        """Run backward from a loss, only into the parameters of its optimizers."""
         ready = self.loss.scaled(loss, divide, ranks, window)
         if self.everywhere:
             # Without `inputs`: FSDP2 cannot restrict backward to some parameters, and one loss has no need to.

@@ -72,7 +72,7 @@ def _check_guidance(options: Any) -> None:
     if options.guidance != 1.0 and not learnt:
         raise BadRecipe(
             f"model.guidance={options.guidance:g} with model.condition_drop=0: the denoiser always has a condition, "
-            "so it has not learned to predict without one",
+            "so it never learns to predict without one",
             allowed="model.guidance=1, or a share of the samples without their condition",
             do="write model.guidance=1, or train with model.condition_drop=0.1",
         )
