@@ -101,11 +101,19 @@ def begin_again() -> str:
 
 
 class HalfstepError(Exception):
-    """The base of all errors, with the three parts of its message and the exit code of a command that it ends."""
+    """The base of all errors, with the three parts of its message and the exit code of a command that it ends.
+
+    Args:
+        given: The given value or situation.
+        allowed: The allowed values.
+        do: The fix, or the command to type.
+        id: The name of the error, for code and tests; by default that of the class.
+        line: The line of the file that the error is about.
+    """
 
     exit_code = SOFTWARE
     id = "halfstep-error"
-    """What went wrong, for code and tests; the text may be worded differently in another version."""
+    """The name of the error, for code and tests; the text may be worded differently in another version."""
 
     def __init_subclass__(cls, id: str = "", **more: Any) -> None:
         super().__init_subclass__(**more)

@@ -12,7 +12,14 @@ Severity = Literal["note", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding(JsonResult):
-    """One result of a check: its id, its severity, the evidence, and the exact fix."""
+    """One result of a check.
+
+    Args:
+        id: The name of the check's result, for code and tests.
+        severity: `note`, `warning` or `error`.
+        evidence: The facts behind it.
+        fix: The exact fix.
+    """
 
     id: str
     severity: Severity

@@ -23,9 +23,13 @@ ONLY = "loss"
 
 
 class Counted(NamedTuple):
-    """A loss that is a sum, with the number of elements that were summed.
+    """A loss that is a sum, with the number of summed elements.
 
     Micro-batches and ranks of unequal size are then weighted correctly: the update is that of one large batch.
+
+    Args:
+        sum: The sum of the losses.
+        count: The number of summed elements.
     """
 
     sum: Tensor

@@ -398,11 +398,16 @@ class Stepper(StepperBase):
     def forward(
         self, *, last: bool = True, only: str | None = None, rerun: tuple[LossFunction, Any] | None = None
     ) -> Iterator[None]:
-        """Enclose your own forward pass and loss; `last` marks the last micro-batch before `apply()`.
+        """Enclose your own forward pass and loss.
 
-        Gradients are synchronized in the last micro-batch. `rerun` is a loss function and a batch that repeat this
-        forward pass: with them for every micro-batch, a Guardian can diagnose a skipped step. Raises WrongUse for a
-        call out of order.
+        Args:
+            last: Whether this is the last micro-batch before `apply()`; gradients are synchronized in it.
+            only: The one optimizer to update, for alternating training.
+            rerun: A loss function and a batch that repeat this forward pass: with them for every micro-batch, a
+                Guardian can diagnose a skipped step.
+
+        Raises:
+            WrongUse: The call is out of order.
         """
         with self._interrupts, self.ranks.here():
             if not self._open:
@@ -418,10 +423,16 @@ class Stepper(StepperBase):
                     yield
 
     def backward(self, loss: Any) -> None:
-        """Run backward; call this instead of `loss.backward()`, with the mean of the micro-batch, undivided.
+        """Run backward; call this instead of `loss.backward()`.
 
-        The number of micro-batches is not known here, so gradients are divided at the end; fp16 overflows slightly
+        The number of micro-batches is unknown here, so gradients are divided at the end; fp16 overflows slightly
         earlier.
+
+        Args:
+            loss: The mean loss of the micro-batch, undivided.
+
+        Raises:
+            WrongUse: The call is out of order, or the loss is not usable.
         """
         self._call_order.backward()
         with self._interrupts, self.ranks.here(), self._or_abandon:
@@ -433,7 +444,11 @@ class Stepper(StepperBase):
     def apply(self) -> StepReport:
         """Conclude the window: unscale, check, clip, update, report.
 
-        Raises WrongUse if weights or gradients were changed since `backward()`, and otherwise like `step`.
+        Returns:
+            The report of the step.
+
+        Raises:
+            WrongUse: Weights or gradients were changed since `backward()`; other errors as in `step`.
         """
         self._call_order.apply()
         with self._interrupts, self.ranks.here(), self._or_abandon:

@@ -158,11 +158,17 @@ class StepperBase:
         )
 
     def include(self, thing: Any) -> None:
-        """Restore this object on a skipped step, too: a module, or an object with `state_dict()`.
+        """Restore this object on a skipped step, too.
 
         Modules that run in an observed step are found automatically. Of an included module, parameters, buffers, plain
         attributes and the members of its lists, dicts and sets are copied before each window; of another object, its
-        state. Raises WrongUse for anything else.
+        state.
+
+        Args:
+            thing: A module, or an object with `state_dict()` and `load_state_dict()`.
+
+        Raises:
+            WrongUse: The object has no state to restore, or a window is open.
         """
         checks.check_window(torn=False, in_one=bool(self._open), empty=False)
         self._rollback.include(thing)
@@ -271,10 +277,18 @@ class StepperBase:
 
     @contextmanager
     def evaluating(self, *, ema: bool = False) -> Iterator[nn.Module]:
-        """Evaluate in the precision of the run: eval mode, no gradients, autocast; yields the model.
+        """Evaluate in the precision of the run: eval mode, no gradients, autocast.
 
-        `ema=True` uses the averaged weights. Everything is restored afterwards, including each module's own mode.
-        Raises WrongUse inside a window, and for `ema=True` without an Ema.
+        Everything is restored afterwards, including each module's own mode.
+
+        Args:
+            ema: Use the averaged weights.
+
+        Yields:
+            The model.
+
+        Raises:
+            WrongUse: A window is open, or `ema=True` without an Ema.
         """
         checks.check_window(torn=self._torn, in_one=bool(self._open), empty=False)
         if ema and self.ema is None:
@@ -294,12 +308,26 @@ class StepperBase:
     # -- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run except the model's own weights; raise WrongUse inside a window."""
+        """Return the state of the run except the model's own weights.
+
+        Returns:
+            Counts, loss scales, average, optimizers and schedules.
+
+        Raises:
+            WrongUse: A window is open.
+        """
         checks.check_window(torn=self._torn, in_one=bool(self._open) and not self._concluding, empty=False)
         return {**self.own_state(), "optimizers": {name: slot.state_dict() for name, slot in self._slots.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of `state_dict()`; raise StateMismatch before anything is changed."""
+        """Load a state of `state_dict()`.
+
+        Args:
+            state: The saved state.
+
+        Raises:
+            StateMismatch: The state does not fit; nothing is changed.
+        """
         ours = self.state_dict()
         same_keys("a Stepper's state", ours, state)
         same_keys("optimizers", ours["optimizers"], state["optimizers"])
