@@ -1,4 +1,4 @@
-"""Tables of what is known: number formats, GPUs, and what is bad in the installed libraries."""
+"""Tables of known facts: number formats, GPUs, and defects of the installed libraries."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class Predictions(ShownAsPage, JsonResult):
         return {self.unit if key == "count" else key: one for key, one in super().as_dict().items() if key != "unit"}
 
     def page(self) -> Page:
-        """Return what was left out, and where the predictions are."""
+        """Return the unreadable samples, and the place of the predictions."""
         left_out = (left_out_line(one) for one in self.unreadable)
         many = f"{self.count} {self.unit if self.count != 1 else self.unit[:-1]}"
         count = (Span(many, strong=True), f" in {self.precision} on {in_line(self.device)}")

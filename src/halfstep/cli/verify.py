@@ -18,7 +18,7 @@ def run(
     resume: Annotated[bool, flag("--resume", "Also prove that a resume is exact, in a folder for a moment.")] = False,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, metavar="K", help=f"With --resume: K + K steps beside 2 K; {STEPS} if left out."),
+        typer.Option(min=1, metavar="K", help=f"With --resume: compare K + K steps with 2 K; {STEPS} by default."),
     ] = None,
     task: OwnTask = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,

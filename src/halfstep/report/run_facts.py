@@ -302,7 +302,7 @@ class Incident:
 
     @property
     def all_done(self) -> list[str]:
-        """Return what was done, and what to type."""
+        """Return the actions taken, and the command to type."""
         return [*self.done[:-1], f"{self.done[-1]}; to do: {self.do}"] if self.do else self.done
 
 

@@ -82,7 +82,7 @@ class Evaluation(ShownAsPage, JsonResult):
         return {**found, **(figures or {}), "findings": findings, "written": written}
 
     def page(self) -> Page:
-        """Return the metrics, the classes and how they are confused, the worst samples, and what was left out."""
+        """Return the metrics, the classes and how they are confused, the worst samples, and the unreadable ones."""
         where = f" in {self.precision} on {in_line(self.device)}"
         blocks: list[Block] = [Paragraph((Span(in_line(self.weights), strong=True), where), wrap=False)]
         blocks += _metrics(self)

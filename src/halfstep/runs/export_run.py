@@ -186,10 +186,10 @@ def _refuse(folder: Path, file: Path, format: str, overwrite: bool) -> None:
     if _is_the_runs_own(folder, file):
         raise FolderTaken(
             f"{file} is the run's own file",
-            allowed="a file beside it, or elsewhere",
+            allowed="another file, in the same folder or elsewhere",
             do=option_with("out", f"{folder / FILE}{SUFFIXES[format]}"),
         )
-    # A missing run folder has an error of its own, raised by `recipe_in`.
+    # A missing run folder has a separate error, raised by `recipe_in`.
     if file.parent != folder and not os.path.lexists(file.parent):
         raise FolderTaken(
             f"{option_with('out', file)}: there is no folder {file.parent}",

@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 class RunRow(NamedTuple):
-    """One run of a list; None for what is not known."""
+    """One run of a list; None for unknown values."""
 
     name: str
     state: str

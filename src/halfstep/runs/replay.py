@@ -77,7 +77,7 @@ def replay(
         task: The class of a task of your own, or its file.
 
     Returns:
-        The verdict, the step in several precisions, and the command that fixes the run. Interrupted, what was found so
+        The verdict, the step in several precisions, and the command that fixes the run. After Ctrl-C, the results so
         far.
 
     Raises:
@@ -168,7 +168,7 @@ def _recorded(folder: Path) -> tuple[Path, list[CheckpointDir]]:
 
 def _chosen(run: Path, found: list[CheckpointDir], attempt: int | None) -> CheckpointDir:
     if attempt is None:
-        # Where none is intact, opening the newest reports what is wrong.
+        # If none is intact, opening the newest reports the problem.
         records = ((place, _read(place)) for place in reversed(found))
         whole = (place for place, record in records if not isinstance(record, str) and not record.step.without)
         return next(whole, found[-1])
@@ -183,7 +183,7 @@ def _chosen(run: Path, found: list[CheckpointDir], attempt: int | None) -> Check
 
 
 def _read(place: CheckpointDir) -> Record | str:
-    """Return the record, or what is wrong with it as far as it shows without reading its tensors."""
+    """Return the record, or its problem as far as that shows without reading its tensors."""
     try:
         record = read(place)
         return cut_off(record) or record

@@ -122,7 +122,7 @@ class ReplayReport(ShownAsPage):
     do: str = ""
     command: str = ""
     interrupted: bool = False
-    """Whether it ends with Ctrl-C: what was found until then."""
+    """Whether Ctrl-C ended it, with the results so far."""
 
     def page(self) -> Page:
         """Return the page about it: the verdict, the origin, the reruns, and one command to type."""

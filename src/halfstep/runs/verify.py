@@ -39,8 +39,8 @@ def verify(
         task: The class of a task of your own, or its file, which the proof trains with.
 
     Returns:
-        The checkpoints, newest first. What is wrong is in `error` and is not raised: damaged checkpoints, a resume that
-        is not exact, or a proof for a run of several processes.
+        The checkpoints, newest first. Problems are in `error` and are not raised: damaged checkpoints, a resume that is
+        not exact, or a proof for a run of several processes.
 
     Raises:
         BadData: The folder holds no run.
@@ -167,12 +167,12 @@ def _damage(folder: Path, result: VerifiedRun) -> HalfstepError | None:
             f"none of the {len(damaged)} checkpoints is whole"
             if len(damaged) > 1
             else "the only checkpoint is damaged",
-            allowed="at least one checkpoint as it was written; without one a resume is refused",
-            do=f"bring back the folder from a copy, or {begin_again()}",
+            allowed="at least one intact checkpoint; without one a resume is refused",
+            do=f"restore the folder from a copy, or {begin_again()}",
         )
     return BadData(
         f"{len(damaged)} of {len(result.verdicts)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged",
-        allowed="checkpoints as they were written",
+        allowed="intact checkpoints",
         do=_what_a_resume_does(folder, result),
     )
 
@@ -249,5 +249,5 @@ def _not_exact(proof: Proof) -> NotExact | None:
     return NotExact(
         "\n    ".join([title, *lines]),
         allowed="random numbers from torch, numpy.random and random, which a checkpoint keeps; kernels that repeat",
-        do="look in the task for a generator, a counter or a clock of its own, and draw from torch instead",
+        do="look in the task for its own generator, counter or clock, and draw from torch instead",
     )

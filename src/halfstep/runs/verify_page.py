@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """One checkpoint, and what is wrong with it."""
+    """One checkpoint, and its problem."""
 
     name: str
     step: int
@@ -53,7 +53,7 @@ class ReadSpeed:
 
 @dataclass(frozen=True)
 class VerifyReport(ShownAsPage):
-    """The checkpoints of a run, newest first, the proof of an exact resume, and what is wrong."""
+    """The checkpoints of a run, newest first, the proof of an exact resume, and the problem."""
 
     run: Path
     checkpoints: tuple[VerifiedCheckpoint, ...]
@@ -61,7 +61,7 @@ class VerifyReport(ShownAsPage):
     set_aside: tuple[str, ...]
     speed: ReadSpeed
     error: HalfstepError | None = None
-    """What is wrong, and what to do; None where every checkpoint is whole and, if it was proven, a resume is exact."""
+    """The problem and the fix; None if every checkpoint is intact and, if it was proven, a resume is exact."""
     proof: Proof | None = None
     """The comparison of k + k steps with 2k; None where it was not asked for, or a checkpoint is damaged."""
 
@@ -81,7 +81,7 @@ class VerifyReport(ShownAsPage):
         return Page(checked.title, (*checked.blocks, finding_box(error.id, "error", error.given, error.do)))
 
     def checked_page(self) -> Page:
-        """Return a line per checkpoint, what is wrong with it, how fast all were read, and the proof if it is exact."""
+        """Return a line per checkpoint with its problem, the reading speed, and the proof if it is exact."""
         blocks: list[Block] = []
         for one in self.checkpoints:
             state = Span("whole  ", "good") if one.whole else Span("damaged", "bad")

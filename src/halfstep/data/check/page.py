@@ -149,7 +149,7 @@ def _typed(finding: Fault, folder: Path) -> str:
     if len(finding.files) != 1:
         return finding.fix
     path = in_line(shlex.quote(os.path.join(folder, finding.files[0])))
-    # Quoted, so that the command can be copied whatever the file is called.
+    # Quoted, so that the command can be copied for any file name.
     return finding.fix.replace("FILE", path)
 
 
