@@ -216,8 +216,8 @@ def test_what_to_type_next_follows_from_what_is_known() -> None:
 
 
 def test_what_to_type_next_is_nothing_that_failed() -> None:
-    again = ", then the same command again"
-    assert next_command(replace(made(bf16=120.0), rows=made(bf16=0.0).rows[::-1])) == f"mend what bf16 failed of{again}"
+    again = ", then run the same command again"
+    assert next_command(replace(made(bf16=120.0), rows=made(bf16=0.0).rows[::-1])) == f"fix the failure of bf16{again}"
     whole = made(bf16=120.0)
     lost = replace(whole.baseline, runs=(replace(whole.baseline.runs[0], metric=float("nan")),))
     assert (

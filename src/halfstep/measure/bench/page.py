@@ -239,7 +239,7 @@ def next_command(bench: Bench) -> str:
     if base.failed:
         return f"fix the failure of {base.name}, then run the same command again"
     if base.finite < len(base.runs):
-        return f"make {base.name} train to a finite {bench.metric.name} first, then the same command again"
+        return f"make {base.name} train to a finite {bench.metric.name} first, then run the same command again"
     if bench.best is None and any(map(_is_open, bench.rows[1:])):
         words = shlex.join([bench.name, *bench.settings, *_arms_typed(bench)])
         return f"halfstep bench {words} --seeds {max(5, len(bench.seeds) + 2)}"
