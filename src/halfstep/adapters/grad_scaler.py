@@ -1,7 +1,7 @@
 """A GradScaler for existing AMP loops: torch's calls and arithmetic, with atomic updates.
 
-    scaler = halfstep.GradScaler("cuda")                # was: torch.amp.GradScaler("cuda") scaler.include(model,
-    scheduler, ema)               # a skip rolls these back or holds them
+    scaler = halfstep.GradScaler("cuda")                # was: torch.amp.GradScaler("cuda")
+    scaler.include(model, scheduler, ema)               # a skip rolls these back or holds them
 
 It derives from `torch.amp.GradScaler`: scaling, unscaling and the scale updates are torch's own. This class only
 decides whether an optimizer steps, from one device read and with the same decision on all ranks.
