@@ -27,7 +27,7 @@ class Counted(NamedTuple):
 
     Micro-batches and ranks of unequal size are then weighted correctly: the update is that of one large batch.
 
-    Args:
+    Attributes:
         sum: The sum of the losses.
         count: The number of summed elements.
     """
@@ -44,7 +44,7 @@ class _Out(NamedTuple):
 class Out(_Out):
     """A loss, with any other value that `report.aux` returns: logits, an accuracy, a dict of terms.
 
-    Args:
+    Attributes:
         loss: The loss.
         aux: The other values. Tensors are detached, so that they keep no graph alive, and DistributedDataParallel
             expects no gradient through them.
