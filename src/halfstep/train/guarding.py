@@ -54,7 +54,7 @@ def _read(plain: object) -> Remedies:
     except ValidationError as error:
         first = error.errors()[0]
         raise BadData(
-            f"the run has an unknown remedy: {'.'.join(map(str, first['loc']))} {first['msg']}",
+            f"the guard's saved remedies are damaged: {'.'.join(map(str, first['loc']))} {first['msg']}",
             allowed="what halfstep wrote",
             do=f"use another checkpoint, or {begin_again()}",
         ) from error
