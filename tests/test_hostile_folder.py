@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from halfstep.checkpoint.paths import CheckpointDir, generations
-from halfstep.cli import verify
+from halfstep.runs import verify
 from halfstep.cli.main import build
 from halfstep.files import LARGEST_JSON, read_json
 from halfstep.printable import printable
@@ -101,7 +101,7 @@ def test_checkpoints_that_are_always_gone_end_the_search(run: Path, monkeypatch:
     gone = CheckpointDir(run / "checkpoints" / "step-00000001.0001", 1, 1)
     asked = []
     monkeypatch.setattr("halfstep.checkpoint.paths.generations", lambda folder: asked.append(folder) or [gone])
-    assert verify.look(run).verdicts == []
+    assert verify.read_all(run).verdicts == []
     assert len(asked) == verify.TRIES
 
 

@@ -470,7 +470,7 @@ def test_where_no_checkpoint_is_whole_the_files_beside_them_are_offered(copied: 
         flip(one.path / "rank-00000.json")
     done = halfstep("export", copied, "--weights", "checkpoint")
     assert done.exit_code == 65
-    assert "none of them is intact" in done.stderr
+    assert "no intact checkpoint" in done.stderr
     assert "do: write --weights best" in done.stderr
 
 

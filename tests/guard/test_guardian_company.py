@@ -116,7 +116,7 @@ def test_the_context_form_names_what_it_can_see_and_says_why_it_is_no_more() -> 
     by_hand(guardian, 1.0)
     handle.remove()
     assert told[0].text.startswith("the gradient of 2.weight is not finite")
-    assert "cannot be run again" in told[0].text
+    assert "cannot be rerun" in told[0].text
     by_hand(guardian, 1.0)
     for _ in range(4):
         by_hand(guardian, math.nan)

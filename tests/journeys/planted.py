@@ -122,7 +122,7 @@ FAULTS = (
     ),
     Fault("chapel", cut_off, r"truncat|cut off|incomplete|damaged|broken|cannot be read|unreadable"),
     Fault("garden", empty_file, r"empty|0 bytes|no bytes"),
-    Fault("station", web_page, r"not an image|no image|cannot (be )?(read|identif)|html|web page|text"),
+    Fault("station", web_page, r"not (an )?images?|no image|cannot (be )?(read|identif)|html|web page|text"),
     Fault("bridge", other_size, r"size|60 ?[x×] ?45"),
     Fault("tower", turned_mask, r"EXIF|turn|rotat|orient"),
     Fault("market", smoothed_mask, r"value|stand for no class|grey|smooth|resiz|antialias|interpol"),
@@ -132,7 +132,7 @@ FAULTS = (
     Fault("airport", too_large, r"megapixel|MP\b|large|pixels"),
     Fault("library", link_out, r"link"),
     Fault("stadium", iphone, r"heic|heif"),
-    Fault("factory", one_name, r"same name|one name|two images|twice|both|ambiguous|several|more than one"),
+    Fault("factory", one_name, r"same name|one name|differ only|two images|twice|both|ambiguous|several|more than one"),
 )
 
 

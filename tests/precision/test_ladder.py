@@ -130,7 +130,7 @@ def test_a_fall_is_loud_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
     assert finding.evidence in caplog.text
     assert choice.took == "'bf16-mixed' is Lightning's word for bf16"
     assert [rung.name for rung in choice.rungs] == ["bf16", "fp16"]
-    assert choice.reasons[0] == "bf16 passed over: compute capability 7.5 < 8.0: bf16 is emulated"
+    assert choice.reasons[0] == "bf16 rejected: compute capability 7.5 < 8.0: bf16 is emulated"
 
 
 @pytest.mark.wording

@@ -124,5 +124,5 @@ def test_the_very_first_window_fails_under_fsdp2_and_the_group_is_lost(ranks: Ra
     ranks.stop()  # the group cannot be used, as every rank says
     check(found, "KeyboardInterrupt" if place == "Ctrl-C" else "Unreadable", "")
     assert not any(one["usable"] for one in found[:-1])
-    assert all("cannot be used any more" in one["words"] for one in found[:-1])
-    assert any("cannot be used any more" in note for note in found[-1]["notes"])
+    assert all("no longer usable" in one["words"] for one in found[:-1])
+    assert any("no longer usable" in note for note in found[-1]["notes"])

@@ -62,7 +62,7 @@ def test_nothing_and_what_is_not_finite_are_refused(given: list[Tensor]) -> None
 @pytest.mark.wording
 def test_latents_that_are_all_alike_are_refused() -> None:
     """What is drawn around them varies a little always, as diffusers holds it: not enough to be multiplied up to 1."""
-    with pytest.raises(BadData, match="standard deviation of 16 numbers"):
+    with pytest.raises(BadData, match="standard deviation of 16 latent values"):
         measured_scale([torch.cat([torch.zeros(1, 4, 4), torch.full((1, 4, 4), -900.0)])])
 
 
@@ -117,4 +117,4 @@ def test_processes_with_unequal_shares_come_to_one_number(on_ranks: Ranks, numbe
 @pytest.mark.wording
 @pytest.mark.ranks
 def test_processes_without_latents_end_together(on_ranks: Ranks) -> None:
-    assert all("standard deviation of 0 numbers" in str(said) for said in on_ranks(scale_on, [0, 0]))
+    assert all("standard deviation of 0 latent values" in str(said) for said in on_ranks(scale_on, [0, 0]))

@@ -126,7 +126,7 @@ def test_a_skipped_step_leaves_muon_as_it_was() -> None:
 
 @pytest.mark.wording
 def test_muon_without_a_matrix_is_refused_and_without_a_rest_it_is_torchs_own() -> None:
-    with pytest.raises(WrongUse, match="no matrix") as caught:
+    with pytest.raises(WrongUse, match="no trainable matrix") as caught:
         make_optimizer(_options(), nn.Conv2d(3, 4, 3))
     assert caught.value.do == "write optimizer.name=adamw"
     assert type(make_optimizer(_options(), nn.Linear(4, 4, bias=False))) is torch.optim.Muon

@@ -174,9 +174,9 @@ def test_files_in_the_way() -> None:
     assert opened(resolved(), new=True).path == Path("runs/mine-2")
     Path("file").write_text("")
     found = resolve({"task": "t", "train": {"epochs": 1}, "run": {"dir": "file/inside"}}, SCHEMA, [], "mine")
-    assert "cannot be made" in refusal(found)
+    assert "cannot be created" in refusal(found)
     long = resolve({"task": "t", "train": {"epochs": 1}, "run": {"dir": "x" * 5000}}, SCHEMA, [], "mine")
-    assert "cannot be made" in refusal(long)
+    assert "cannot be created" in refusal(long)
 
 
 def test_a_disk_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,7 +349,7 @@ def test_a_run_whose_checkpoints_and_journal_are_gone_is_not_begun_anew_in_silen
     shutil.rmtree(run / "checkpoints")
     (run / "journal.jsonl").rename(run / "elsewhere")
     assert (run / "last.safetensors").exists()
-    with pytest.raises(NoCheckpoint, match=r"no journal\.jsonl, though last\.safetensors is there"):
+    with pytest.raises(NoCheckpoint, match=r"no journal\.jsonl, although last\.safetensors exists"):
         fit(tmp_path)
     # With a journal that tells of none, the weights are older than the first checkpoint.
     (run / "journal.jsonl").touch()

@@ -117,7 +117,7 @@ def none_intact(folder: Path, lines: list[str]) -> NoCheckpoint:
     """Return the error for a folder in which every checkpoint is damaged; `lines` has one reason for each."""
     shown = lines[:10] + ([f"... and {len(lines) - 10} more"] if len(lines) > 10 else [])
     return NoCheckpoint(
-        "\n    ".join([f"{folder} has checkpoints, but none of them is intact:", *shown]),
+        "\n    ".join([f"{folder} has no intact checkpoint:", *shown]),
         allowed="at least one intact checkpoint; a run is never restarted silently",
         do=f"bring back the folder from a copy, or {begin_again()}",
     )

@@ -191,7 +191,7 @@ def test_lost_updates_are_counted_and_told_once_for_each_weight() -> None:
     assert meters.readings["lost_update_weight"] == "0.weight"
     ((_, finding),) = named(found, "updates-lost")
     assert "0.weight: 100% of the elements" in finding.evidence
-    assert "fp32, at learning rate 1e-12" in finding.evidence
+    assert "at learning rate 1e-12" in finding.evidence
 
 
 def test_half_of_the_updates_lost_is_half() -> None:
