@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from halfstep.checkpoint.paths import CheckpointDir, generations
-from halfstep.runs import verify
 from halfstep.cli.main import build
 from halfstep.files import LARGEST_JSON, read_json
 from halfstep.printable import printable
+from halfstep.runs import verify
 
 WORDS = ["segmentation_tiny", "data.samples=64", "train.steps=12", "train.batch_size=4", "checkpoint.every_steps=3"]
 CLEAR = "\x1b[2J"
