@@ -52,7 +52,8 @@ def test_workers_that_start_anew_are_told_from_reading(length: int) -> None:
         CaseData(batches, lambda: case.batch, workers=2),
         seconds=1.0,
     )
-    assert found.restarting >= 0.9 * 0.05 / length
+    # The wait for a core after the sleep is not counted, and a busy machine has much of it.
+    assert found.restarting >= 0.7 * 0.05 / length
     assert found.wait < 0.04
     assert (
         fed(
