@@ -13,8 +13,7 @@ from typer.core import TyperCommand
 
 from halfstep.cli._completion import recipes, run_folders
 from halfstep.errors import INTERRUPTED, WrongUse
-from halfstep.files import refuse_taken as refuse_taken
-from halfstep.files import storing as storing
+from halfstep.files import storing
 from halfstep.json_data import json_data
 from halfstep.precision.names import read_settings
 from halfstep.printable import in_line

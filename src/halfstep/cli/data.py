@@ -71,9 +71,10 @@ def _check(folder: str, task: str | None, masks: Path | None, classes: int | Non
 def _list(json: bool) -> None:
     from halfstep.data.sets.getting import is_here, known_sets
 
-    sets = [{"name": name, "about": one.ABOUT, "here": is_here(name)} for name, one in known_sets().items()]
+    here = {name: is_here(name) for name in known_sets()}
+    sets = [{"name": name, "about": one.ABOUT, "here": here[name]} for name, one in known_sets().items()]
     rows = tuple(
-        (Span(name, strong=True), "here" if is_here(name) else "", one.ABOUT) for name, one in known_sets().items()
+        (Span(name, strong=True), "here" if here[name] else "", one.ABOUT) for name, one in known_sets().items()
     )
     more = Paragraph("halfstep data get NAME gets one; halfstep data check FOLDER looks over your own.", gap=True)
     table = Table((Column(), Column(), Column()), rows, indent=0)

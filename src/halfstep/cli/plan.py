@@ -17,10 +17,10 @@ from halfstep.cli._options import (
     RecipeOrCaseIfAny,
     flag,
     print_json,
-    storing,
     subject,
 )
 from halfstep.errors import INTERRUPTED, FolderTaken, WrongUse
+from halfstep.files import storing
 from halfstep.json_data import json_data
 from halfstep.status_line import in_notebook
 from halfstep.terminal import progress, screen

@@ -168,11 +168,11 @@ def draw_samples(found: Evaluated, figures: ClassFigures, finished: Finished, fi
 
 def _pictured_figures(found: ClassFigures) -> list[Any]:
     """Return the confusion matrix and the bars, side by side where both fit."""
-    names, rows = found.confusion.names, found.confusion.per_class()
+    names = found.confusion.names
     # For single-label classes, Dice and F1 are the same number.
     key, heading = ("iou", "IoU of each class") if found.counted == "pixels" else ("dice", "F1 of each class")
     few = len(names) <= confusion_picture.MOST_SHOWN
     figures = [confusion_picture.matrix(names, found.confusion.shares())] if few else []
-    values = [math.nan if (value := getattr(row, key)) is None else value for row in rows]
+    values = [math.nan if (value := getattr(row, key)) is None else value for row in found.classes]
     figures.append(confusion_picture.bars(names, values, heading))
     return [beside_or_below(figures)]

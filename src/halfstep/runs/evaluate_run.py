@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,8 +55,9 @@ def evaluate(
     """
     folder = Path(os.path.expanduser(run))
     table, image = (None if file is None else Path(os.path.expanduser(file)) for file in (csv, picture))
+    tables = () if table is None else _table_files(table)
     # Before the evaluation, which may take minutes.
-    _check_files(table, image, overwrite)
+    _check_files(tables, image, overwrite)
     from halfstep.train.run_folder import recipe_in
 
     recipe_in(folder)  # fails before torch is loaded, which takes seconds
@@ -69,19 +71,17 @@ def evaluate(
         finished = elsewhere(finished, Path(os.path.expanduser(data)))
     with progress("evaluating", "batches") as on_progress:
         found = measure_weights(finished, "validation" if data is None else str(data), on_progress)
-    if table is None and image is None:
+    if not tables and image is None:
         return found.report
-    return replace(found.report, written=_write_files(found, finished, table, image, samples))
+    return replace(found.report, written=_write_files(found, finished, tables, image, samples))
 
 
-def _table_files(table: Path | None) -> tuple[Path, ...]:
+def _table_files(table: Path) -> tuple[Path, ...]:
     """Return the CSV files of samples, classes and the confusion matrix."""
-    if table is None:
-        return ()
     return (table, *(table.with_name(f"{table.stem}_{kind}{table.suffix}") for kind in ("classes", "confusion")))
 
 
-def _check_files(table: Path | None, picture: Path | None, overwrite: bool) -> None:
+def _check_files(tables: Sequence[Path], picture: Path | None, overwrite: bool) -> None:
     """Raise `WrongUse` or `FolderTaken` for unusable output files before anything is computed."""
     if picture is not None and picture.suffix.lower() != ".png":
         raise WrongUse(
@@ -89,19 +89,19 @@ def _check_files(table: Path | None, picture: Path | None, overwrite: bool) -> N
             allowed="a name that ends in .png",
             do=option_with("picture", picture.with_suffix(".png")),
         )
-    for file in (*_table_files(table), *([picture] if picture else [])):
+    for file in (*tables, *([picture] if picture else [])):
         refuse_taken(file, overwrite, do="give another name", flag=option("overwrite"))
 
 
 def _write_files(
-    found: Evaluated, finished: Finished, table: Path | None, picture: Path | None, samples: int
+    found: Evaluated, finished: Finished, tables: Sequence[Path], picture: Path | None, samples: int
 ) -> tuple[Path, ...]:
     """Write the requested files and return their paths. Raise `WrongUse` for a task without per-sample figures."""
     from halfstep.runs.evaluate import draw_samples, write_tables
 
     figures = found.report.figures
     if figures is None:
-        given = advice("--csv", "csv=") if table else advice("--picture", "picture=")
+        given = advice("--csv", "csv=") if tables else advice("--picture", "picture=")
         raise WrongUse(
             f"{given} for the task {finished.recipe.task}, which has no figures of samples",
             allowed="runs of segmentation and classification",
@@ -112,8 +112,8 @@ def _write_files(
         allowed="a place that this user can write to, with room for it",
         do=f"give another name to {advice('--csv or --picture', 'csv or picture')}",
     ):
-        if table is not None:
-            write_tables(figures, _table_files(table))
+        if tables:
+            write_tables(figures, tables)
         if picture is not None:
             draw_samples(found, figures, finished, picture, samples)
-    return (*_table_files(table), *([picture] if picture else []))
+    return (*tables, *([picture] if picture else []))
