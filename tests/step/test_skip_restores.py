@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper
+from halfstep.step.unseen_writes import UnseenWrites
 from tests.support.digest import digest_of
 
 BAD = float("nan")
@@ -170,6 +171,16 @@ def test_a_tensor_in_many_parts_is_noticed_within_the_stated_number_of_steps() -
     before = model.bank.clone()
     assert not stepper.step(called, x * BAD).applied
     assert torch.equal(model.bank, before)
+
+
+def test_a_cpu_checks_a_share_of_a_large_model_in_each_step() -> None:
+    """So the number of steps until all memory was checked does not grow with the model."""
+    steps = []
+    for megabytes in (1, 64, 256):
+        unseen = UnseenWrites()
+        unseen.follow([("weight", torch.zeros(megabytes * 2**18))])
+        steps.append(unseen.steps)
+    assert steps == [9, 129, 129]
 
 
 def test_a_teacher_that_the_loop_moves_between_steps_is_not_reported() -> None:

@@ -45,19 +45,19 @@ class Bindings:
         self._kept: list[_Kept] = []
         self._saved: list[Names] = []
         self._containers: list[tuple[Any, Any]] = []
-        self._whole: list[nn.Module] = []
+        self._whole: list[tuple[Names, int]] = []
 
     def follow(self, modules: Iterable[nn.Module], whole: Iterable[nn.Module] = ()) -> None:
         """Use these modules from now on; of those in `whole`, the members of lists, dicts and sets are restored too."""
-        self._whole = list(whole)
-        included = {id(part) for module in self._whole for part in module.modules()}
+        included = {id(part): part for module in whole for part in module.modules()}
+        self._whole = [(part.__dict__, own_entries(part)) for part in included.values()]
         self._kept = [kept for module in modules for kept in _dictionaries(module, whole=id(module) in included)]
         self._saved = []
 
     def remember(self) -> None:
         """Save the bindings, before the first micro-batch."""
         self._saved = [names.copy() for names, _ in self._kept]
-        self._containers = [(value, value.copy()) for module in self._whole for value in _containers(module)]
+        self._containers = [(value, value.copy()) for names, own in self._whole for value in _containers(names, own)]
 
     def add(self, module: nn.Module) -> None:
         """Save the bindings of one more module in an open window, before it runs."""
@@ -130,12 +130,14 @@ def _restore_parameters(names: Names, before: Names) -> None:
         _restore_registry(names, before)
 
 
-def _containers(module: nn.Module) -> Iterator[Any]:
-    for part in module.modules():
-        for name, value in part.__dict__.items():
-            # Of exactly these types: others may be frozen, or compute what they hold.
-            if name not in _REGISTRIES and type(value) in (list, dict, set, deque, OrderedDict, defaultdict):
-                yield value
+_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
+"""Exactly these types: others may be frozen, or compute what they hold."""
+
+
+def _containers(names: Names, own: int) -> list[Any]:
+    if own:
+        return [value for value in islice(names.values(), own, None) if type(value) in _CONTAINERS]
+    return [value for name, value in names.items() if name not in _REGISTRIES and type(value) in _CONTAINERS]
 
 
 def _refill(container: Any, before: Any) -> None:

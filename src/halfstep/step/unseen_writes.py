@@ -24,8 +24,9 @@ from halfstep.step.memory import put_back_places, same_place, words_of
 TENSORS_PER_STEP = 16
 BYTES_PER_STEP = 2**26
 """Bytes that a step reads twice."""
-BYTES_PER_STEP_ON_CPU = 2**20
-"""A CPU takes as long for these as an accelerator for the others."""
+BYTES_PER_STEP_ON_CPU = 2**18
+"""On a CPU, whose step grows with the model: these, or a share of all memory if that is more."""
+SHARE_PER_STEP_ON_CPU = 1 / 64
 _LOOKS = 2
 """Windows that compare all tensors of a group after its memory has changed."""
 
@@ -116,7 +117,12 @@ class UnseenWrites:
         places = sorted(range(len(words)), key=lambda place: self._tensors[place].requires_grad)
         kinds = [(words[place].device, self._tensors[place].requires_grad) for place in places]
         size = sum(row.nbytes for row in words)
-        if len({device for device, _ in kinds}) == 1 and len(words) <= TENSORS_PER_STEP and size <= _most(words[0]):
+        share = min(BYTES_PER_STEP, max(BYTES_PER_STEP_ON_CPU, int(size * SHARE_PER_STEP_ON_CPU)))
+
+        def most(row: Tensor) -> int:
+            return share if row.device.type == "cpu" else BYTES_PER_STEP
+
+        if len({device for device, _ in kinds}) == 1 and len(words) <= TENSORS_PER_STEP and size <= most(words[0]):
             yield _Group([self._part(place, words[place], 0, words[place].numel()) for place in places])
             return
         parts: list[_Part] = []
@@ -128,7 +134,7 @@ class UnseenWrites:
                     yield _Group(parts)
                     parts = []
                 if not parts:
-                    left, last = _most(row), kind
+                    left, last = most(row), kind
                 end = min(row.numel(), start + left // 8 * 8 // row.element_size())
                 parts.append(self._part(place, row, start, end))
                 left -= (end - start) * row.element_size()
@@ -240,10 +246,6 @@ class UnseenWrites:
             # Many times as fast as kernels for as little memory. A storage of no bytes has no address.
             return b"".join([string_at(at, size) for row, size in group.host_rows if (at := row.data_ptr())])
         return torch.cat([numbers for part in group.parts for row in self._rows(part) for numbers in _summed(row)])
-
-
-def _most(words: Tensor) -> int:
-    return BYTES_PER_STEP_ON_CPU if words.device.type == "cpu" else BYTES_PER_STEP
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------

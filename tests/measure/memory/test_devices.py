@@ -14,6 +14,7 @@ import torch
 from halfstep import host_memory
 from halfstep.errors import UnknownName, WrongUse
 from halfstep.measure.memory.devices import GIB, device_ids, device_named
+from halfstep.measure.memory.estimate import estimate
 from halfstep.measure.memory.report import own_choice
 from halfstep.measure.plan.race import free_bytes
 from halfstep.train.machine import this_machine
@@ -28,6 +29,7 @@ def test_there_are_many_and_each_is_found_by_its_short_and_its_long_name() -> No
             assert device_named(text).id == row["id"], text
         assert device_named(row["id"]).memory == row.get("driver_mib", row["gib"] * 1024) << 20
         assert row.get("capability") or row.get("arch") or row.get("isa") or row["kind"] == "mps"
+        assert "https://" in row["source"], row["id"]
         assert "driver_mib" not in row or (0.6 * row["gib"] * 1024 < row["driver_mib"] <= row["gib"] * 1024)
 
 
@@ -139,6 +141,18 @@ def test_sizing_plan_and_estimate_know_the_limit_of_a_container(
 @pytest.mark.parametrize(("name", "gib"), [("t4", 14.6), ("a10", 22.0), ("l4", 22.0), ("l40s", 44.4)])
 def test_what_torch_sees_of_a_card_with_error_correction_is_not_promised(name: str, gib: float) -> None:
     assert device_named(name).usable < gib * GIB
+
+
+@pytest.mark.parametrize(("name", "width"), [("t4", 31_400), ("a10", 38_690), ("l40s", 54_650)])
+def test_a_step_between_the_memory_of_the_data_sheet_and_that_of_torch_does_not_fit(name: str, width: int) -> None:
+    with torch.device("meta"):
+        model, batch = torch.nn.Linear(width, width, bias=False), torch.empty(8, width)
+    found = estimate(
+        model, lambda model, batch: model(batch).float().square().mean(), batch, precision="fp32", device=name
+    )
+    device = device_named(name)
+    row = next(row for row in ROWS if row["id"] == name)
+    assert device.usable < found.peak < row["gib"] * GIB
 
 
 def test_a_t4_only_emulates_bf16_and_is_given_fp16() -> None:
