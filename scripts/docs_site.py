@@ -1,11 +1,13 @@
-"""What MkDocs does for this site and not by itself: pages for files outside docs/, and graphs that need no script.
+"""Hooks of MkDocs for this site: pages for files outside docs/, graphs without a script, and tables on a phone.
 
 Links such as `../examples/own_loop.py` are right where the repository is hosted. In the built site their targets are
-pages below `repository/`: Markdown as it is, other text as a listing. `mkdocs.yml` names this file as a hook.
+pages below `repository/`: Markdown unchanged, other text as a listing. `mkdocs.yml` names this file as a hook.
 """
 
 from __future__ import annotations
 
+import html
+import os
 import posixpath
 import re
 from collections.abc import Callable, Iterator
@@ -22,6 +24,15 @@ GRAPH = re.compile(r"^```mermaid\ngraph TD\n(?P<edges>.*?)^```$", re.MULTILINE |
 NAMED = r'(?![^>]*\srel="(?:canonical|prev|next)")'
 """Links to pages of the site itself, which a browser does not fetch; a server gives them its address."""
 FETCHED = re.compile(rf'<(?:script|img|iframe)[^>]*\ssrc="(https?:[^"]*)|<link{NAMED}[^>]*\shref="(https?:[^"]*)')
+CODE = re.compile(r"<code>([^<\n]*)</code>")
+CODE_WORD = re.compile(r"(?<!\S)(?=\S{1,32}(?!\S))\S+")
+UNBROKEN = r'<span class="word">\g<0></span>'
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+ROWS = re.compile(r"<tr\b.*?</tr>", re.DOTALL)
+CELL = re.compile(r"<(t[hd])\b[^>]*>(.*?)</\1>", re.DOTALL)
+TAG = re.compile(r"<[^>]*>")
+SENTENCE = 40
+"""Characters; a table with a longer cell is shown as a list on a phone."""
 PICTURES = {".png", ".svg", ".jpg"}
 WIDTH, HEIGHT, ROW, MARGIN = 116, 34, 78, 24
 
@@ -56,6 +67,37 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return GRAPH.sub(
         lambda found: graph(found["edges"]), _outside_fences(markdown, lambda text: LINK.sub(pointed, text))
     )
+
+
+def on_config(config: Any) -> Any:
+    """Link to the repository where its address is known, which is on GitHub's runners."""
+    server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    if server and name:
+        # Not `repo_url`: the theme's script would ask GitHub for the number of stars.
+        config.extra["social"] = [
+            {"icon": "fontawesome/brands/github", "link": f"{server}/{name}", "name": "Repository"}
+        ]
+    return config
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """Keep words of code on one line, and let tables with sentences be read without scrolling on a phone."""
+    words = CODE.sub(lambda found: f"<code>{CODE_WORD.sub(UNBROKEN, found[1])}</code>", content)
+    return TABLE.sub(lambda found: stacked(found[0]), words)
+
+
+def stacked(table: str) -> str:
+    """Return a table whose cells know their column, so that a phone can show a row as a list; figures stay a table."""
+    rows = [[cell for _, cell in CELL.findall(row)] for row in ROWS.findall(table)]
+    if not rows or max(len(TAG.sub("", cell)) for row in rows for cell in row) <= SENTENCE:
+        return table
+    columns = [html.escape(TAG.sub("", name).strip()) for name in rows[0]]
+
+    def labelled(row: re.Match[str]) -> str:
+        names = iter(columns)
+        return re.sub(r"<td\b", lambda _: f'<td data-column="{next(names, "")}"', row[0])
+
+    return ROWS.sub(labelled, table).replace("<table>", '<table data-stacked="">', 1)
 
 
 def on_post_build(config: Any) -> None:
@@ -96,7 +138,7 @@ def graph(edges: str) -> str:
 def _rows(pairs: list[tuple[str, str]]) -> tuple[list[list[str]], list[list[str]]]:
     """Return the names of each row, lowest first, and every arrow as the names that it passes, highest first.
 
-    An arrow over several rows has a place of its own in those between, so that it runs behind no box.
+    An arrow over several rows has its own place in those between, so that it runs behind no box.
     """
     names = list(dict.fromkeys(name for pair in pairs for name in pair))
     depth = dict.fromkeys(names, 0)

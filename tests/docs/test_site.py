@@ -56,6 +56,30 @@ def test_a_page_that_would_fetch_something_ends_the_build(
         hook.on_post_build(config)
 
 
+def test_the_front_page_starts_with_the_first_screen_of_the_readme() -> None:
+    readme, _, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition("## A whole run")
+    front = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert front.startswith(readme.replace("](docs/", "]("))
+    for needed in ("pip install halfstep", "![", "{'loss_not_finite': 1}", "Tested on Linux"):
+        assert needed in readme
+    assert "](../README.md)" in front
+
+
+def test_words_of_code_stay_on_one_line(hook: ModuleType) -> None:
+    long = "x" * 40
+    page = hook.on_page_content(f"<p><code>halfstep train --guard {long}</code></p>", None, None, None)
+    assert '<span class="word">--guard</span>' in page
+    assert f">{long}<" not in page
+
+
+def test_a_table_with_sentences_names_the_column_of_each_cell(hook: ModuleType) -> None:
+    rows = "<tr><th>see</th><th>type</th></tr>", "<tr><td>{}</td><td>doctor</td></tr>"
+    table = f"<table>{''.join(rows)}</table>"
+    sentences, figures = (hook.on_page_content(table.format(cell), None, None, None) for cell in ("long " * 20, "1.0"))
+    assert '<td data-column="type">doctor</td>' in sentences
+    assert figures == table.format("1.0")
+
+
 @pytest.mark.full
 def test_it_is_served_until_ctrl_c(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:

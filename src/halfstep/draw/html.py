@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from functools import lru_cache
@@ -38,6 +39,9 @@ from halfstep.page import (
 _LIGHT_THEMES = ('html[theme="light"]', 'body[data-jp-theme-light="true"]', "body.vscode-light")
 _DARK_THEMES = ('html[theme="dark"]', 'body[data-jp-theme-light="false"]', "body.vscode-dark")
 """How Colab, JupyterLab and VS Code mark their theme, which need not be that of the system."""
+_OPTION = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
+_CODE_WORD = re.compile(r"(?<!\S)(?=\S{1,32}(?!\S))\S*-\S+")
+"""Words that stay on one line: browsers break after a hyphen. Longer ones would be wider than a phone."""
 _CLASSES = {"dim": "soft", "good": "good", "warn": "warn", "bad": "bad", "note": "note"}
 
 
@@ -120,12 +124,16 @@ def _text(text: Text) -> str:
 
 
 def _span(span: Span) -> str:
-    shown = escaped(span.text)
+    shown = _unbroken(span.text, _CODE_WORD if span.style == "code" else _OPTION)
     if span.style == "code":
         shown = f"<code>{shown}</code>"
     elif span.style:
         shown = f'<span class="{_CLASSES[span.style]}">{shown}</span>'
     return f"<b>{shown}</b>" if span.strong else shown
+
+
+def _unbroken(text: str, words: re.Pattern[str]) -> str:
+    return words.sub(r'<span class="word">\g<0></span>', escaped(text))
 
 
 def _block(block: Block) -> str:
@@ -140,8 +148,9 @@ def _block(block: Block) -> str:
         case Code():
             return f"<pre><code>{escaped(block.text)}</code></pre>"
         case Command():
-            tag = "span" if block.is_prose else "code"
-            return f'<div class="do"><b>{escaped(block.lead.strip(" :"))}</b><{tag}>{escaped(block.text)}</{tag}></div>'
+            tag, words = ("span", _OPTION) if block.is_prose else ("code", _CODE_WORD)
+            lead, text = escaped(block.lead.strip(" :")), _unbroken(block.text, words)
+            return f'<div class="do"><b>{lead}</b><{tag}>{text}</{tag}></div>'
         case Pairs():
             return _pairs(block)
         case Table():
