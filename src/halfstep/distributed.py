@@ -40,10 +40,6 @@ def within(group: Any) -> Iterator[None]:
         _group.reset(token)
 
 
-# -- waiting ----------------------------------------------------------------------------------------------------------
-# A collective of gloo does not always fail when a rank dies, so whoever waits looks at the others now and then.
-
-
 LOOK = timedelta(seconds=0.5)
 """How long a rank waits in a collective before it checks whether another one has failed."""
 _peers: Peers | None = None
@@ -127,9 +123,6 @@ def rank_failed(given: str, rank: int | None, *, usable: bool, out_of_memory: bo
         error = RankFailed(given, allowed=allowed, do="end this process and start the job again from its checkpoint")
     error.rank, error.usable, error.out_of_memory = rank, usable, out_of_memory
     return error
-
-
-# -- ranks ------------------------------------------------------------------------------------------------------------
 
 
 def size() -> int:

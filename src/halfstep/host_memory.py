@@ -10,10 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# -- available memory -------------------------------------------------------------------------------------------------
-# The one source for sizing, plan and estimate. In a container or a job the limit is that of a control group.
-
-
 CGROUP = Path("/sys/fs/cgroup")
 _OWN_GROUP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
@@ -80,9 +76,6 @@ def _reclaimable(group: Path) -> int:
     return 0
 
 
-# -- allocation -------------------------------------------------------------------------------------------------------
-
-
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
 _KEPT, _LARGEST_REUSED = 2**31 - 1, 2**25
@@ -99,10 +92,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, _LARGEST_REUSED)
         mallopt(_TRIM_THRESHOLD, _KEPT)
-
-
-# -- collecting -------------------------------------------------------------------------------------------------------
-# Keep Python's garbage collector from scanning objects that are never freed.
 
 
 @contextmanager

@@ -33,10 +33,6 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 _TOKEN = re.compile(r"[0-9a-f]{16}")
 
 
-# -- holder -----------------------------------------------------------------------------------------------------------
-# The process that a lock file or a status file names.
-
-
 @dataclass(frozen=True)
 class Holder:
     """A process as a file names it. Other programs may have written it: process ids are reused, files are copied."""
@@ -116,9 +112,6 @@ def is_alive(pid: int, since: float) -> bool:
 
 def _is_plain(*words: str) -> bool:
     return all(word.isprintable() and 0 < len(word) <= 255 for word in words)
-
-
-# -- ownership --------------------------------------------------------------------------------------------------------
 
 
 class Ownership:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-# -- text -------------------------------------------------------------------------------------------------------------
-
 Style = Literal["", "dim", "code", "note", "good", "warn", "bad"]
 
 
@@ -39,9 +37,6 @@ def spans_of(text: Text) -> list[Span]:
 def plain(text: Text) -> str:
     """Return the text without its styles."""
     return "".join(span.text for span in spans_of(text))
-
-
-# -- blocks -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -191,8 +186,6 @@ class Pictures:
 
     pictures: tuple[Picture, ...]
 
-
-# -- charts -----------------------------------------------------------------------------------------------------------
 
 LARGEST = 1e300
 """Larger numbers are not drawn: an axis adds margins to its data, which must stay finite."""
@@ -366,8 +359,6 @@ def charts_of(*found: Chart | None) -> tuple[Charts, ...]:
     drawn = tuple(chart for chart in found if chart is not None and not chart.is_empty)
     return (Charts(drawn),) if drawn else ()
 
-
-# -- page -------------------------------------------------------------------------------------------------------------
 
 Block: TypeAlias = (
     Heading | Paragraph | Items | Code | Command | Pairs | Table | Box | Details | SideBySide | Pictures | Charts

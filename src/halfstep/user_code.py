@@ -74,10 +74,6 @@ def _enters_backward(frame: FrameType) -> bool:
     return frame.f_code.co_name == "_engine_run_backward"
 
 
-# -- code lines -------------------------------------------------------------------------------------------------------
-# Find the lines that an error passed through, so that the message can quote the user's own.
-
-
 MEASURING = (TORCH, *(str(Path(HALFSTEP) / floor) for floor in ("measure", "observe", "precision")))
 """Code around the user's or a task's while a step is traced on fake tensors."""
 

@@ -28,8 +28,6 @@ from halfstep.user_code import warn_user
 Moves = tuple[int, int]
 """How many updates were attempted, and how many of them applied."""
 
-# -- held -------------------------------------------------------------------------------------------------------------
-
 MOVING = ("step", "step_update", "update", "update_parameters")
 """The methods by which schedules and averages of torch, timm, diffusers and torch_ema move."""
 
@@ -201,9 +199,6 @@ def _reduced_as(kind: Any) -> Any:
         return made, arguments, *rest
 
     return reduce_ex
-
-
-# -- rolled back ------------------------------------------------------------------------------------------------------
 
 
 class Included:

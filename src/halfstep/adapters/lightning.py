@@ -392,9 +392,6 @@ class HalfstepCallback(Callback):
             self._averaged = None
 
 
-# -- supported settings -----------------------------------------------------------------------------------------------
-
-
 def _check_supported(module: LightningModule, optimizers: list[Any], plugin: HalfstepPrecision) -> None:
     """Raise WrongUse for everything that would update weights past the plugin, or undo it."""
     trainer = module.trainer
@@ -468,9 +465,6 @@ def _algorithm(given: Any) -> GradClipAlgorithmType:
             "gradient_clip_algorithm='norm'",
         )
     return found
-
-
-# -- running a step again ---------------------------------------------------------------------------------------------
 
 
 def _arguments(module: LightningModule) -> int:

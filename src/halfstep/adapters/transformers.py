@@ -319,9 +319,6 @@ def _check_supported(trainer: Any) -> None:
         )
 
 
-# -- the file of the Stepper's own state ------------------------------------------------------------------------------
-
-
 def _write(folder: Path, state: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 

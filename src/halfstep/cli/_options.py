@@ -24,17 +24,10 @@ if TYPE_CHECKING:
     from halfstep.page import Page
     from halfstep.runs.finished import Finished
 
-# -- flag -------------------------------------------------------------------------------------------------------------
-# Options without a value.
-
 
 def flag(name: str, help: str, **more: Any) -> Any:
     """Return an option that takes no value and is shown without one."""
     return typer.Option(name, help=help, metavar="", **more)
-
-
-# -- command ----------------------------------------------------------------------------------------------------------
-# Commands whose help is laid out in paragraphs.
 
 
 class HelpWithoutValue:
@@ -56,10 +49,6 @@ def help_of(run: Callable[..., Any]) -> str:
     """Return the docstring of a command in paragraphs, rewrapped by the terminal."""
     paragraphs = (inspect.getdoc(run) or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-
-
-# -- settings ---------------------------------------------------------------------------------------------------------
-# Commands that take settings of a recipe: their help shows the most common ones and names the page with all.
 
 
 WORDS = "halfstep.words"
@@ -84,10 +73,6 @@ class TakesSettings(Command):
 
         named = [word for word in ctx.meta.get(WORDS, ()) if not word.startswith("-")]
         show_page(settings_help(task_schemas(), named[0] if named else None))
-
-
-# -- opened -----------------------------------------------------------------------------------------------------------
-# Options of commands that load a run.
 
 
 RunFolder = Annotated[
@@ -129,9 +114,6 @@ def opened(folder: Path, weights: str, precision: str | None, bf16: bool, fp16: 
     for finding in finished.choice.findings:
         screen(stderr=True, soft_wrap=True).print(str(finding))
     return finished
-
-
-# -- subject ----------------------------------------------------------------------------------------------------------
 
 
 TAKES_SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from halfstep.train.task import Picture, Prediction
 
 
-# -- predicted place --------------------------------------------------------------------------------------------------
-# The output folder.
-
-
 def writing(place: Path) -> AbstractContextManager[None]:
     """Return a context that reports an OSError as `StorageFailed` for `place`."""
     return storing(
@@ -62,10 +58,6 @@ def check_place(place: Path, overwrite: bool) -> None:
             raise OSError(errno.ENOTDIR, f"{nearest} is a file")
         if not os.access(nearest, os.W_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-# -- predicted settings -----------------------------------------------------------------------------------------------
-# The words after RUN in `halfstep predict`: a folder, and settings of inference.
 
 
 HOW = (
@@ -115,10 +107,6 @@ def changed(finished: Finished, settings: Sequence[str]) -> Finished:
     recipe = recipe.model_copy(update={"data": data})
     task = remembering(type(finished.task)(recipe), finished.folder)
     return replace(finished, recipe=recipe, task=task)
-
-
-# -- predicted samples ------------------------------------------------------------------------------------------------
-# Samples that a model draws without input, in one grid.
 
 
 PICTURE = "samples.png"
@@ -195,9 +183,6 @@ def _columns(pictures: list[Picture], classes: int) -> int:
     widest: int = max(picture.shape[1] for picture in pictures)
     most = min(COLUMNS, max(1, WIDEST // widest))
     return most - most % classes if 0 < classes <= most else most
-
-
-# -- predicted folder -------------------------------------------------------------------------------------------------
 
 
 TABLE = "predictions.csv"

@@ -102,10 +102,6 @@ class Batch(NamedTuple):
     """Samples that were non-finite before mixing."""
 
 
-# -- split ------------------------------------------------------------------------------------------------------------
-# Split off validation samples by name: neither an added file nor the seed moves any other.
-
-
 class WrappedSource:
     """A base of sources that read from another one: a sample keeps its name, key and files."""
 
@@ -184,9 +180,6 @@ def key_of(source: Source, index: int) -> str:
     return key(index)
 
 
-# -- order ------------------------------------------------------------------------------------------------------------
-
-
 def derive(seed: int, *parts: int | str) -> int:
     """Return a separate seed for each combination of parts: the same on every machine, and below 2**63."""
     # The type is part of the text, so that 1 and "1" differ; the separator occurs in no part.
@@ -249,10 +242,6 @@ class RankShare:
             yield list(mine[start : start + self.batch_size])
 
 
-# -- budget -----------------------------------------------------------------------------------------------------------
-# Limit how many samples may be bad before the run ends.
-
-
 class BadSampleBudget:
     """A count of distinct bad samples by name; a sample that recurs in a later epoch counts once."""
 
@@ -272,10 +261,6 @@ class BadSampleBudget:
                     allowed=f"data.bad_samples={self.limit}",
                     do="fix or remove the files named in the journal, or increase data.bad_samples",
                 )
-
-
-# -- quarantine -------------------------------------------------------------------------------------------------------
-# Find the samples of a batch with non-finite values, after a step was skipped.
 
 
 def is_finite(sample: Sample) -> bool:
@@ -298,9 +283,6 @@ def nonfinite_ids(batch: Batch) -> list[int]:
             finite = torch.isfinite(tensor).reshape(len(tensor), -1).all(1)
             bad |= ~finite.to(bad.device)
     return [number for number, is_bad in zip(batch.ids, bad.tolist(), strict=True) if is_bad]
-
-
-# -- samples ----------------------------------------------------------------------------------------------------------
 
 
 QUARANTINED = "quarantined"

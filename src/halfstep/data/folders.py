@@ -99,10 +99,6 @@ class ImageFolder(_Listed):
         return {"label": torch.tensor(self._labels[index])}
 
 
-# -- pairs ------------------------------------------------------------------------------------------------------------
-# Pair images and masks in two folders by their names.
-
-
 MASKS_RULE = "the mask of images/a.jpg is masks/a.png or masks/a_mask.png"
 
 
@@ -208,10 +204,6 @@ def _by_stem(folder: Path, ending: str, rule: str) -> dict[str, str]:
             )
         found[stem] = path
     return found
-
-
-# -- image pairs ------------------------------------------------------------------------------------------------------
-# Pair images and conditions in two folders by their names.
 
 
 CONDITIONS_RULE = "the condition of images/a.png is conditions/a.png, or a.jpg, a.tif, ..."

@@ -20,9 +20,6 @@ from halfstep.errors import BadData, BadSample, MissingExtra, Unsafe
 if TYPE_CHECKING:
     import numpy as np
 
-# -- listing ----------------------------------------------------------------------------------------------------------
-# List the image files of a folder: sorted, and none outside of it.
-
 
 DEEPEST = 8
 """Levels of nested folders; more is a loop, or not a data set."""
@@ -98,9 +95,6 @@ def _inside(entry: os.DirEntry[str], boundary: str) -> bool:
                 do="copy the file there, or move the data and its links under one folder",
             )
     return True
-
-
-# -- opening ----------------------------------------------------------------------------------------------------------
 
 
 try:

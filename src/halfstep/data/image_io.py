@@ -156,10 +156,6 @@ def _upright(tensor: Tensor, image: Image.Image) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-# -- masks ------------------------------------------------------------------------------------------------------------
-# Read the values of masks, and map them to classes: 0/255, class numbers, palettes, colors.
-
-
 Palette = Sequence[Sequence[int]]
 
 
@@ -252,10 +248,6 @@ def _outside(wrong: list[Any], mask_classes: MaskClasses, name: str) -> BadData:
         allowed=allowed,
         do=f"set data.classes or data.ignore_index, or correct the mask{lossy}",
     )
-
-
-# -- given ------------------------------------------------------------------------------------------------------------
-# Convert an image that a user passes in Python as if it were read from a file.
 
 
 ALLOWED = "a path, a Pillow image, an array of height × width × channels, or a tensor of channels × height × width"

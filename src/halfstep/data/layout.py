@@ -16,10 +16,6 @@ from halfstep.data.sets import NAMES
 from halfstep.errors import BadData, unknown_name
 from halfstep.files import cache_folder
 
-# -- place ------------------------------------------------------------------------------------------------------------
-# Find the data of a recipe.
-
-
 PREFIX = "cache:"
 
 
@@ -59,10 +55,6 @@ def _refuse_closed(place: Path) -> None:
         ) from None
     except (OSError, ValueError):
         return  # a file, a pattern, or nothing: whoever reads it says so
-
-
-# -- held out ---------------------------------------------------------------------------------------------------------
-# Choose the validation samples by their names alone. Imports no torch.
 
 
 FOLDERS = ("val", "valid", "validation")
@@ -111,9 +103,6 @@ HELD_OUT: dict[str | None, Rule] = {
 def usual_share(samples: int) -> float:
     """Return the validation share of a set of this size where none is given."""
     return round(min(USUAL_SHARE, max(SMALLEST_SHARE, ENOUGH / max(samples, 1))), 3)
-
-
-# -- layout -----------------------------------------------------------------------------------------------------------
 
 
 SEGMENTATION, CLASSIFICATION = "segmentation", "classification"

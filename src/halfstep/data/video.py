@@ -228,7 +228,6 @@ def _size_and_depth(frame: Tensor) -> str:
     return f"{_size(frame)} of {8 * frame.element_size()} bits"
 
 
-# -- videos -----------------------------------------------------------------------------------------------------------
 # Read recordings from video files: decoding starts shortly before the requested frames, and keeps only those. A file is
 # opened as the format of its suffix and as nothing else: formats that refer to other files or to the network, such as
 # playlists, are never guessed from the content.

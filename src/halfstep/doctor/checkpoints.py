@@ -59,9 +59,6 @@ def check_checkpoint(path: Path, name: str) -> list[LocatedFinding]:
     return list(_of_pickle(path, name)) if path.suffix in PICKLED else []
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
-
-
 def _of_folder(folder: Path, name: str) -> list[LocatedFinding]:
     """Return the findings in the files of a folder, and on missing files."""
     files = sorted(path for path in islice(folder.iterdir(), MOST_FILES) if path.is_file())
@@ -77,9 +74,6 @@ def _of_folder(folder: Path, name: str) -> list[LocatedFinding]:
         if asked is not None:
             found.append(_no_scaler(name, "optimizer.pt", f"training_args.bin has {asked}"))
     return found
-
-
-# -- safetensors ------------------------------------------------------------------------------------------------------
 
 
 def read_header(path: Path) -> dict[str, Tensor] | None:
@@ -168,9 +162,6 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-# -- pickles ----------------------------------------------------------------------------------------------------------
-
-
 def _of_pickle(path: Path, name: str) -> Iterator[LocatedFinding]:
     root = outline(path)
     if not isinstance(root, dict):
@@ -202,9 +193,6 @@ def _fp16_setting(root: Any) -> str | None:
         if is_plain and str(value) in ("16-mixed", "16", "fp16", "float16"):
             return f"{key}={value}"
     return None
-
-
-# -- findings ---------------------------------------------------------------------------------------------------------
 
 
 def _in_16_bits(name: str, narrow: Mapping[str, str], total: int, severity: Severity) -> LocatedFinding:

@@ -17,9 +17,6 @@ from halfstep.finding import Finding, Severity
 from halfstep.precision.names import AMP, AMP_MEANS, AUTO, FORMATS, SWITCHES, Settled, read_precision, settle
 from halfstep.recipe.schema import GuardOptions
 
-# -- conflicts --------------------------------------------------------------------------------------------------------
-# Conflicting settings, and the lines that resolve them. Imports no torch.
-
 
 class SettingsVerdict(NamedTuple):
     """The precision that all settings agree on, or their conflicts."""
@@ -102,7 +99,6 @@ def _asked_precision(other: FoundSetting, one: FoundSetting, settings: Sequence[
     return "fp32" if refused != "fp32" else "bf16"
 
 
-# -- facts ------------------------------------------------------------------------------------------------------------
 # Pitfalls in settings that do not conflict.
 # Verified with accelerate 1.15, except for two known only from its source, since they need an fp8 GPU and DeepSpeed:
 # `fp8_falls_to_fp16` and `deepspeed_file`.
@@ -298,9 +294,6 @@ _CHECKS: tuple[Callable[[Lookup], Iterator[Finding]], ...] = (
     _same_gpus,
     _not_under_accelerate,
 )
-
-
-# -- checkup ----------------------------------------------------------------------------------------------------------
 
 
 _FULL = ("fp32", "tf32")

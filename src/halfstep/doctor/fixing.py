@@ -32,9 +32,6 @@ def precision_to_fix(name: str) -> str:
     return wanted
 
 
-# -- a project --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Plan:
     """What --fix would write: the new text of each file, after which no setting conflicts."""
@@ -123,9 +120,6 @@ def _speaks_against(setting: FoundSetting, wanted: str) -> bool:
     assert setting.claim
     named = setting.claim.says is not None and setting.claim.meaning not in (wanted, AUTO)
     return named or wanted in setting.claim.denies
-
-
-# -- files that are given ---------------------------------------------------------------------------------------------
 
 
 def make_agree(

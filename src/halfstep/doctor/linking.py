@@ -105,9 +105,6 @@ def _hydra_keys(setting: FoundSetting) -> tuple[str, str]:
     return setting.key, f"{group}.{setting.key}"
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
 class Places:
     """The sources of a project, found by the names that scripts and launch lines give them."""
 
@@ -133,9 +130,6 @@ class Places:
         same = self._by_ending.get(posixpath.basename(own), ())
         fitting = [source for source in same if source.place.endswith(ending)]
         return fitting[0] if len(fitting) == 1 else None
-
-
-# -- runs -------------------------------------------------------------------------------------------------------------
 
 
 def runs_of(project: Project, environment: SettingSource) -> list[Run]:

@@ -76,9 +76,6 @@ def _row(run: Run) -> RunReport:
     return RunReport(run.name, run.launch is not None, run.start, files, precision, provenance)
 
 
-# -- findings ---------------------------------------------------------------------------------------------------------
-
-
 _UNREAD = frozenset({"project.not_read", "code.unread"})
 _MOST_NAMED = 5
 """Places that one note names."""
@@ -268,9 +265,6 @@ def _located(finding: Finding, run: Run) -> LocatedFinding:
     return LocatedFinding(finding.id, finding.severity, finding.evidence, finding.fix, run.name.partition(":")[0])
 
 
-# -- substitutions ----------------------------------------------------------------------------------------------------
-
-
 def _found_at(setting: FoundSetting, name: str, severity: Severity, evidence: str, fix: str) -> LocatedFinding:
     text = f"{setting}  ({setting.where}): {evidence}"
     return LocatedFinding(name, severity, text, fix, setting.place, setting.line)
@@ -320,9 +314,6 @@ def _nan_out_of_logs(settings: Sequence[FoundSetting]) -> Iterator[LocatedFindin
 
 
 _SUBSTITUTIONS = (_nan_out_of_logs, _lightning_on_a_cpu, _narrow_weights, _fixed_scale, _scaler_without_fp16)
-
-
-# -- status -----------------------------------------------------------------------------------------------------------
 
 
 def status_of_project(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -> ProjectStatus:

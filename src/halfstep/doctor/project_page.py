@@ -91,9 +91,6 @@ class ProjectReport(ShownAsPage):
         return project_page(self)
 
 
-# -- page -------------------------------------------------------------------------------------------------------------
-
-
 def project_page(
     report: ProjectReport, patch: ProjectPatch | None = None, written: Path | None = None, settings: bool = False
 ) -> Page:

@@ -91,10 +91,6 @@ def _recipe_targets(setting: FoundSetting, precision: str) -> list[_Target]:
     return [_Target(key, words.get(precision, precision))]
 
 
-# -- edits ------------------------------------------------------------------------------------------------------------
-# The same for a line of a file: its text before and after.
-
-
 def _target(setting: FoundSetting, precision: str) -> _Target:
     """Return what to write in place of a setting outside of YAML of the project's own."""
     key = _keyword(setting)

@@ -109,9 +109,6 @@ class SettingsReport(ShownAsPage):
         return settings_page(self)
 
 
-# -- page -------------------------------------------------------------------------------------------------------------
-
-
 def settings_page(report: SettingsReport, changed: Sequence[Edit] | None = None) -> Page:
     """Return the page of a check with the lines that --fix changed, if it was given; the verdict is last."""
     blocks: list[Block] = [Heading("Sources"), Pairs(tuple((one.kind, one.place) for one in report.sources))]

@@ -103,9 +103,6 @@ def _fragment_style() -> str:
     return f"{colors}{themes}:is(#halfstep, .halfstep) {{{rules.replace('&.halfstep', '&')}}}"
 
 
-# -- blocks -----------------------------------------------------------------------------------------------------------
-
-
 def _page(page: Page) -> Iterator[str]:
     aside = f' <span class="soft">· {escaped(page.aside)}</span>' if page.aside else ""
     yield f"<header><h1>{escaped(page.title)}{aside}</h1>"
@@ -216,9 +213,6 @@ def _picture(picture: Picture) -> str:
         f'<figure><figcaption>{escaped(picture.caption)}</figcaption><img src="{source}" '
         f'width="{picture.width}" height="{picture.height}" alt="{escaped(picture.alt or picture.caption)}"></figure>'
     )
-
-
-# -- charts -----------------------------------------------------------------------------------------------------------
 
 
 def _charts(charts: Sequence[Chart]) -> str:

@@ -44,10 +44,6 @@ def image_of(picture: Array) -> Any:
     return Image.fromarray(np.ascontiguousarray(picture))
 
 
-# -- lettering --------------------------------------------------------------------------------------------------------
-# Text in pictures, in Pillow's built-in font.
-
-
 Colour = tuple[int, int, int]
 INK, PALE, PAPER = (24, 24, 27), (105, 105, 112), (255, 255, 255)
 DOTS = "…"
@@ -109,10 +105,6 @@ def _drawable(text: str, size: int) -> str:
     return line.encode("latin-1", "replace").decode("latin-1")
 
 
-# -- grid -------------------------------------------------------------------------------------------------------------
-# Arrange pictures in a grid.
-
-
 def grid(rows: Sequence[Sequence[Array]], gap: int = 4, background: int = 255) -> Array:
     """Join pictures in rows and columns, each as large as its largest; gray ones become color.
 
@@ -150,10 +142,6 @@ def enlarged(picture: Array, least: int = 128) -> Array:
     """Repeat pixels so that the picture is at least `least` high."""
     times = max(1, -(-least // picture.shape[0]))
     return picture.repeat(times, axis=0).repeat(times, axis=1)
-
-
-# -- gif --------------------------------------------------------------------------------------------------------------
-# Animations.
 
 
 SHORTEST, LONGEST = 20, 60_000

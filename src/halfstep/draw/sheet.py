@@ -141,9 +141,6 @@ def _patch(colour: Colour) -> Array:
     return np.asarray(patch)
 
 
-# -- arrays in rows and columns --------------------------------------------------------------------------------------
-
-
 def in_row(parts: Sequence[Array], gap: int = GAP) -> Array:
     """Join parts in a row."""
     high = max(part.shape[0] for part in parts)

@@ -84,8 +84,6 @@ def figure_of(chart: Chart) -> Figure:
     return _intervals(chart) if isinstance(chart, Intervals) else _tree(chart)
 
 
-# -- curves -----------------------------------------------------------------------------------------------------------
-
 Points = tuple[Curve, list[float], list[float]]
 
 
@@ -192,9 +190,6 @@ def _hovers(points: list[Points], across: Axis, chart: Curves) -> Iterator[str]:
         )
 
 
-# -- bars and intervals -----------------------------------------------------------------------------------------------
-
-
 def _bars(chart: Bars) -> Figure:
     rows, most = [], chart.axis_length
     for bar in chart.bars:
@@ -253,9 +248,6 @@ def _percent(axis: Axis, value: float) -> float:
     return round(3 + 94 * axis.share(value), 2)
 
 
-# -- tree -------------------------------------------------------------------------------------------------------------
-
-
 def _tree(chart: Tree) -> Figure:
     levels = min(levels_of(chart.root), DEEPEST)
     blocks = itertools.islice(placed(chart.root, 0.0, 1.0, 0, levels), MOST_BLOCKS)
@@ -300,8 +292,6 @@ def _block(node: Node, left: float, width: float, level: int) -> str:
         f"<title>{escaped(node.words or node.name)}</title>{''.join(inside)}</svg>"
     )
 
-
-# -- files ------------------------------------------------------------------------------------------------------------
 
 _FILE_WIDTH, _GAP, _PAD, _LINE, _LETTER = 380.0, 16.0, 14.0, 18.0, 6.2
 

@@ -13,10 +13,6 @@ from halfstep.formats import FP32
 from halfstep.guard.verdict import CODE, DATA, DIVERGENCE, NOT_REPRODUCIBLE, PRECISION, STATE, WARM_UP, Verdict
 from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, OptimizerReport, StepReport
 
-# -- limits -----------------------------------------------------------------------------------------------------------
-# The failures that a run may have before it is stopped, and the time for which a remedy stays.
-
-
 Spikes = Literal["off", "warn", "refuse"]
 
 
@@ -69,9 +65,6 @@ def _check_spikes(spikes: object) -> None:
         )
     if spikes not in get_args(Spikes):
         raise unknown_name("spikes", spikes, get_args(Spikes))
-
-
-# -- streak -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -130,10 +123,6 @@ class Streak:
         """Return the streak from `as_dict()`."""
         verdict = plain["verdict"]
         return cls(**{**plain, "verdict": None if verdict is None else Verdict.from_dict(verdict)})
-
-
-# -- skips ------------------------------------------------------------------------------------------------------------
-# Detect too many skipped steps, in a row or among the last hundred attempts.
 
 
 LAST = 100
@@ -203,10 +192,6 @@ class Skips:
         """Restore the state from `state_dict()`."""
         self.in_a_row, self._attempts = int(state["in_a_row"]), int(state["attempts"])
         self._skipped = deque(int(attempt) for attempt in state["skipped"])
-
-
-# -- scale collapse ---------------------------------------------------------------------------------------------------
-# Detect a loss scale that keeps falling: no scale helps if gradients overflow at every one.
 
 
 FALLS = 3

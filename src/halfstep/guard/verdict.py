@@ -123,9 +123,6 @@ class Verdict(ShownAsPage):
         )
 
 
-# -- events -----------------------------------------------------------------------------------------------------------
-
-
 Kind = Literal["verdict", "remedy", "alarm", "probation"]
 Level = Literal["info", "warning", "error"]
 
@@ -150,10 +147,6 @@ def warn(event: GuardEvent) -> None:
     """Emit an event as a Python warning, unless it is only information; used if there is no other listener."""
     if event.level != "info":
         warn_user(event.text)
-
-
-# -- failed step ------------------------------------------------------------------------------------------------------
-# A failed step, with everything that is known about it and everything that is needed to run it again.
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,6 @@ from halfstep.journal.events import Event
 from halfstep.journal.jsonl import LOG
 from halfstep.journal.latest import Latest
 
-# -- moment -----------------------------------------------------------------------------------------------------------
-# Format the current numbers of a run, in the order in which users look for them.
-
 
 def line_of(latest: Latest) -> list[words.LineItem]:
     """Return the current numbers, the most important first; nothing before the first step."""
@@ -94,10 +91,6 @@ def _gpu(gpu: Mapping[str, object]) -> list[words.LineItem]:
     if gpu.get("temperature") is not None:
         parts.append(f"{gpu['temperature']:.0f} °C")
     return [words.LineItem(f"GPU {' '.join(parts)}")] if parts else []
-
-
-# -- area -------------------------------------------------------------------------------------------------------------
-# Render the live area as text at any width: a bar for the epoch, one for the run, and the current numbers.
 
 
 _WIDEST_BAR, _WIDE, _MARGIN = 60, 110, 1
@@ -195,10 +188,6 @@ def _blank() -> Text:
     return Text(" " * _MARGIN, no_wrap=True, overflow="crop")
 
 
-# -- first screen -----------------------------------------------------------------------------------------------------
-# Show a run before its first step: the most important first, and no more than one screen.
-
-
 BELOW = 5
 """The rows that the bars and numbers take, with a blank one above them."""
 LEAST = 24
@@ -250,9 +239,6 @@ def _lines(start: Event) -> list[Line]:
 
 def _rows(line: Line, width: int) -> int:
     return max(1, math.ceil(cell_len(line.text) / max(width - line.indent, 1)))
-
-
-# -- console ----------------------------------------------------------------------------------------------------------
 
 
 REFRESHES_A_SECOND = 4

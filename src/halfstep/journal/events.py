@@ -13,9 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 from halfstep.errors import FolderLost, FolderTaken
 from halfstep.files import make_parent
 
-# -- opening ----------------------------------------------------------------------------------------------------------
-# Report a file of a run's folder that cannot be written, with one error for all callers.
-
 
 @contextmanager
 def to_write(path: Path) -> Iterator[None]:
@@ -32,9 +29,6 @@ def to_write(path: Path) -> Iterator[None]:
             allowed="a run folder that can be written to",
             do="choose another one with run.dir=FOLDER",
         ) from failure
-
-
-# -- journal ----------------------------------------------------------------------------------------------------------
 
 
 FORMAT = 2

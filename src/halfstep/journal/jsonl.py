@@ -31,7 +31,7 @@ except ImportError:
 
 JOURNAL, LOG = "journal.jsonl", "train.log"
 
-# -- parts ------------------------------------------------------------------------------------------------------------
+
 # A journal beyond its maximum size continues in a new file. The earlier files stay next to it and carry their byte
 # offset in the whole journal in their name: offsets stay valid even if a user removes files.
 
@@ -65,10 +65,6 @@ def parts_of(path: Path) -> list[Part]:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
-
-
-# -- cutting ----------------------------------------------------------------------------------------------------------
-# Cut the journal and the log of a run back to the sizes that a checkpoint recorded.
 
 
 _BLOCK, _LARGE_BLOCK = 2**16, 2**20
@@ -138,9 +134,6 @@ def _refuse_others(sizes: Mapping[str, int]) -> None:
                 allowed=f"whole numbers from 0 for {JOURNAL} and {LOG}",
                 do="take another checkpoint: this one was not written by halfstep, or was changed",
             )
-
-
-# -- jsonl ------------------------------------------------------------------------------------------------------------
 
 
 MOST_WAITING = 10_000

@@ -178,9 +178,6 @@ def _saved_before(start: Event) -> float:
         return math.nan
 
 
-# -- metrics ----------------------------------------------------------------------------------------------------------
-
-
 HELP = {
     "halfstep_running": "1 while the run trains, 0 after its end",
     "halfstep_exit_code": "The exit code of the run, after its end",

@@ -10,9 +10,6 @@ import torch
 
 from halfstep.errors import MissingExtra
 
-# -- nvml -------------------------------------------------------------------------------------------------------------
-# Read NVML for the GPU that torch computes on.
-
 
 class Gpu:
     """The meters of one GPU; values that a board does not provide are None."""
@@ -76,9 +73,6 @@ def _handles(nvml: Any, find: Callable[[bytes], Any], names: list[str]) -> list[
         except nvml.NVMLError:
             continue
     return found
-
-
-# -- telemetry --------------------------------------------------------------------------------------------------------
 
 
 try:

@@ -288,10 +288,6 @@ def _closing(event: Event) -> str:
     return " · ".join(parts)
 
 
-# -- endings ----------------------------------------------------------------------------------------------------------
-# Word the end of a run, and how to continue it.
-
-
 STOPPED, GAVE_UP = "stopped", "gave_up"
 _ENDINGS = {
     "finished": "Finished",
@@ -373,10 +369,6 @@ def _place(latest: Latest) -> str:
     steps = latest.start.get("steps")
     of = f" of {numbers.count(steps)}" if steps else ""
     return f"at step {numbers.count(latest.attempt)}{of}"
-
-
-# -- resuming ---------------------------------------------------------------------------------------------------------
-# Word the start of a resumed run: where it continues, and what has changed.
 
 
 MOST_LINES = 20

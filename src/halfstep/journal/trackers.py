@@ -12,10 +12,6 @@ from halfstep.journal.events import EPOCH, SAVED, SPEED, Event
 from halfstep.journal.latest import Latest
 from halfstep.numbers import to_float
 
-# -- tracked ----------------------------------------------------------------------------------------------------------
-# Tell the user at the end of a run how to open what its tracker recorded.
-
-
 MLFLOW_FILE = "mlflow.json"
 """The file in the run's folder with the MLflow server and the id of the run, for a resume and for the user."""
 LOOK, UPLOAD = "to look at it:", "to upload it:"
@@ -41,9 +37,6 @@ def _waits(folder: Path) -> bool:
         return any(name.startswith(OFFLINE) for name in os.listdir(folder))
     except OSError:
         return False
-
-
-# -- trackers ---------------------------------------------------------------------------------------------------------
 
 
 TRACKERS = ("none", "tensorboard", "wandb", "mlflow")

@@ -29,8 +29,6 @@ from halfstep.step.stepper import Stepper
 from halfstep.step.window import Window
 from halfstep.train.activation_checkpointing import checkpoint_activations
 
-# -- candidate --------------------------------------------------------------------------------------------------------
-
 
 class Candidate:
     """A candidate: a copy of the case's model that takes the same step repeatedly.
@@ -128,10 +126,6 @@ def _first_states(device: torch.device) -> list[torch.Tensor]:
 def _graphs() -> int:
     dynamo = sys.modules.get("torch._dynamo.utils")  # a module that was never imported has compiled nothing
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
-
-
-# -- allocator --------------------------------------------------------------------------------------------------------
-# Measure peak memory with the allocator itself; predictions are checked against these figures.
 
 
 _ALLOCATION = "[memory]"  # Kineto's name for allocation events

@@ -46,10 +46,6 @@ from halfstep.precision.precision import widen
 from halfstep.step.loss import Counted, DynamicScale, loss_and_aux
 from halfstep.step.step_inputs import generator_states, set_generator_states
 
-# -- survival step ----------------------------------------------------------------------------------------------------
-# Run one forward and backward step of a copy of a case under a rounding; return its loss, gradients and ranges.
-
-
 Gradients = dict[str, Tensor]
 
 
@@ -201,9 +197,6 @@ def one_loss(given: Any) -> Tensor:
         allowed="a scalar tensor with a graph behind it, Counted(sum, count), Out(loss), or a dict of those",
         do="return loss.mean(), and call the model outside torch.no_grad()",
     )
-
-
-# -- survival ---------------------------------------------------------------------------------------------------------
 
 
 MakeRounding = Callable[[], Rounding]

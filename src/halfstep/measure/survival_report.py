@@ -140,8 +140,6 @@ def _badness(found: ModuleRange) -> tuple[float, float, float]:
     return (-found.overflows, headroom, -found.underflow_backward)
 
 
-# -- page -------------------------------------------------------------------------------------------------------------
-
 _MOST_MODULES = 10
 _WORTH_A_LINE = 0.01
 

@@ -15,9 +15,6 @@ from halfstep.json_data import JsonResult
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 from halfstep.status_line import OnProgress
 
-# -- stopwatch --------------------------------------------------------------------------------------------------------
-# Time work on a device: with the device's own events where it has them, otherwise with the wall clock.
-
 
 class Stopwatch:
     """A timer for one device. Accelerators run asynchronously, so they are timed with events recorded on the device."""
@@ -39,9 +36,6 @@ class Stopwatch:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1000 / calls
-
-
-# -- timing -----------------------------------------------------------------------------------------------------------
 
 
 Verdict = Literal["faster", "slower", "can't tell"]

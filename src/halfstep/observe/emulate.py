@@ -23,10 +23,6 @@ from halfstep.formats import Format, is_narrow
 from halfstep.observe.recorder import Operation, as_it_is
 from halfstep.precision.precision import widen
 
-# -- ranges -----------------------------------------------------------------------------------------------------------
-# Count what rounding to a format did to the values: their range, overflows and underflows, by module.
-
-
 WEIGHTS, FORWARD, BACKWARD = "weights", "forward", "backward"
 
 
@@ -154,9 +150,6 @@ def _range_of(rounded: RoundedTensor) -> tuple[Range, float, bool]:
     headroom = math.log2(rounded.format.largest / most) if most else math.inf
     found = Range(nonzero, most, overflows, underflows, subnormals, headroom)
     return found, did_not_fit, not spoiled
-
-
-# -- rounding ---------------------------------------------------------------------------------------------------------
 
 
 Factor = Callable[[Tensor, Format], Tensor]

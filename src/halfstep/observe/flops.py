@@ -129,8 +129,6 @@ def has_no_narrow_kernel(operation: Operation) -> bool:
     return any(operand.layout in _COMPRESSED and operand.device.type == "cpu" for operand in _operands(operation))
 
 
-# -- what torch computes in fp32 alone --------------------------------------------------------------------------------
-
 _CUBIC: dict[str, float] = {
     "cholesky": 1 / 3, "cholesky_ex": 1 / 3, "cholesky_inverse": 1, "cholesky_solve": 2, "ldl_factor_ex": 1 / 3,
     "ldl_solve": 2, "lu": 2 / 3, "lu_factor_ex": 2 / 3, "lu_solve": 2, "solve_ex": 8 / 3, "inv_ex": 2, "det": 2 / 3,
@@ -214,8 +212,6 @@ def _wide_flops(operation: Operation) -> int | None:
     return None
 
 
-# -- what has no rule ----------------------------------------------------------------------------------------------
-
 _CHEAP = frozenset({
     "prim", "prims", "profiler", "c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "inductor",
     "rngprims", "debugprims", "streams", "symm_mem",
@@ -263,9 +259,6 @@ def guessed(operation: Operation) -> tuple[int, str]:
 def _floating(operation: Operation) -> list[Tensor]:
     leaves = pytree.tree_leaves((operation.arguments, dict(operation.keywords)))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())]
-
-
-# -- operands ------------------------------------------------------------------------------------------------------
 
 
 def _packet(operation: Operation) -> Any:

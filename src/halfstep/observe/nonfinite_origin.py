@@ -25,10 +25,6 @@ from halfstep.observe.reachable import leaves
 from halfstep.observe.recorder import Operation, as_written, storage_key
 from halfstep.user_code import running_line
 
-# -- finite -----------------------------------------------------------------------------------------------------------
-# Test whether values are finite, and describe the ones that are not.
-
-
 Kinds = frozenset[str]
 NAN, INF, MINUS_INF = "nan", "inf", "-inf"
 
@@ -90,9 +86,6 @@ def _real(tensor: Tensor) -> Tensor:
     return (
         found.to(torch.float16 if found.dtype is torch.float8_e5m2 else torch.float32) if found.itemsize == 1 else found
     )
-
-
-# -- origins ----------------------------------------------------------------------------------------------------------
 
 
 _aten = torch.ops.aten

@@ -22,10 +22,6 @@ from halfstep.observe.recorder import MemoryListener, Operation, Recorder, eager
 from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision
 
-# -- observation ------------------------------------------------------------------------------------------------------
-# The formats that a step was observed to compute in, how much was observed, and whether that justifies a refusal.
-
-
 SHARE_REQUIRED = 0.9
 """The share of the work outside islands; the rest is what autocast leaves in fp32 on purpose."""
 DOUBT = 10
@@ -132,10 +128,6 @@ def _by_format(seen: Observation) -> str:
     return ", ".join(f"{name} {share(part / total)}" for name, part in seen.flops.items())
 
 
-# -- tally ------------------------------------------------------------------------------------------------------------
-# Add up the work of a step by format.
-
-
 _FP8 = "fp8"
 
 
@@ -207,10 +199,6 @@ def _frozen(module: nn.Module) -> bool:
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
-# -- looks ------------------------------------------------------------------------------------------------------------
-# Decide when to observe again: after changes, and occasionally where it costs almost nothing.
-
-
 _FIRST, _FACTOR = 10, 10
 
 
@@ -237,9 +225,6 @@ class LookSchedule:
         while self._next <= applied:
             self._next *= _FACTOR
         return True
-
-
-# -- watch ------------------------------------------------------------------------------------------------------------
 
 
 class Watch:

@@ -13,10 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-# -- leaves -----------------------------------------------------------------------------------------------------------
-# Find the tensors of a batch of any structure, each with its path.
-
-
 _DEEPEST_LEAF = 8
 _MOST_LEAVES = 4096
 """Containers that are searched: an object in the batch may lead to a whole data set."""
@@ -66,9 +62,6 @@ def _is_of_numbers(tree: list[Any] | tuple[Any, ...]) -> bool:
 def _holds_things(tree: Any) -> bool:
     """Return whether this is an object of a user's class, such as a batch of graphs; not a model, not a class."""
     return hasattr(tree, "__dict__") and not isinstance(tree, (type, nn.Module)) and not callable(tree)
-
-
-# -- reachable --------------------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")

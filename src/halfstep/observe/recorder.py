@@ -33,7 +33,6 @@ from halfstep.observe.reachable import reachable
 from halfstep.precision import island
 from halfstep.user_code import ASKS, HALFSTEP, TORCH, running_line
 
-# -- higher order -----------------------------------------------------------------------------------------------------
 # Run operators that take functions, such as torch.cond, scan and flex_attention, without compilation.
 # torch hands their functions to Dynamo, which turns everything they close over into inputs. While operations are
 # recorded Dynamo is off, and weights that a branch closes over would get no gradient. So a recorder runs an equivalent
@@ -102,10 +101,6 @@ def with_functions(arguments: tuple[Any, ...], change: Callable[[Meaning], Meani
     return tuple(change(given) if callable(given) and not isinstance(given, Tensor) else given for given in arguments)
 
 
-# -- writes -----------------------------------------------------------------------------------------------------------
-# Find which arguments an operation writes into: by its schema, and by rules for schemas that do not tell.
-
-
 _STATISTICS = ("running_mean", "running_var")
 # These read running statistics, or return new ones.
 _READS = ("backward", "no_update", "no_training", "functional", "elemt")
@@ -152,9 +147,6 @@ def _learns(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[
 
 def _given(place: int, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
     return arguments[place] if place < len(arguments) else keywords.get(name)
-
-
-# -- recorder ---------------------------------------------------------------------------------------------------------
 
 
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -478,10 +470,6 @@ def _is_machinery() -> bool:
             return False
         frame = frame.f_back
     return True
-
-
-# -- compiled ---------------------------------------------------------------------------------------------------------
-# Detect compiled code, which may behave differently from the same code run eagerly.
 
 
 @contextmanager

@@ -111,10 +111,6 @@ def listed(title: str, found: Sequence[Change | str]) -> str:
     return "\n    ".join([title, *(lines[: MOST_LINES - 1] if more else lines), *more])
 
 
-# -- extending --------------------------------------------------------------------------------------------------------
-# Extend a run beyond its end: its new length, and its schedule. Imports no torch.
-
-
 EARLY = "early_stopping"
 """The reason for the end of a run in its result, if it ran out of patience."""
 

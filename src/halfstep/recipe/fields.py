@@ -10,10 +10,6 @@ from typing import Any
 
 from halfstep.recipe.schema import ALLOWED, ALSO, REFUSED
 
-# -- spelling ---------------------------------------------------------------------------------------------------------
-# Find the word that was probably meant.
-
-
 LONGEST = 80
 """The length above which words are not compared: edit distance is quadratic, and no setting has such a name."""
 
@@ -45,9 +41,6 @@ def edits(one: str, other: str) -> int:
             row.append(cost)
         before, above = above, row
     return above[-1]
-
-
-# -- fields -----------------------------------------------------------------------------------------------------------
 
 
 Json = Mapping[str, Any]

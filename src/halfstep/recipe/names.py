@@ -99,9 +99,6 @@ def nearest_key(word: str, fields: Fields) -> str | None:
     return by_word[short] if short else nearest(word, fields.by_key)
 
 
-# -- in a recipe ------------------------------------------------------------------------------------------------------
-
-
 class Translated(NamedTuple):
     """A recipe with known names only, its precision settings, and notes on translated names."""
 
@@ -193,9 +190,6 @@ def _same(one: str, value: Any, other: str, against: Any) -> None:
             allowed="one value for one setting",
             do=f"delete {one} or {other}",
         )
-
-
-# -- on a command line ------------------------------------------------------------------------------------------------
 
 
 class Override(NamedTuple):

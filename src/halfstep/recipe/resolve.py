@@ -91,9 +91,6 @@ def resolve(
     return _complete(recipe, label, notes, chosen)
 
 
-# -- override ---------------------------------------------------------------------------------------------------------
-
-
 class CommandLine(NamedTuple):
     """The overrides: the words for precision, which are read together, and all others."""
 
@@ -220,9 +217,6 @@ def _read_over(line: Mapping[str, object], recipe: Mapping[str, object]) -> Name
     return _read_precision(line or recipe)
 
 
-# -- validate ---------------------------------------------------------------------------------------------------------
-
-
 def _validate(content: Mapping[str, object], schema: Any, label: str) -> Any:
     """Return the recipe with its defaults; raise BadRecipe for values that are invalid, alone or together."""
     # A section whose fields all have defaults may be omitted or left empty.
@@ -258,10 +252,6 @@ def _impossible(recipe: Any) -> Iterator[Complaint]:
     if train.steps is not None and schedule.warmup_steps >= train.steps:
         given = f"schedule.warmup_steps is {schedule.warmup_steps}, and train.steps is {train.steps}"
         yield Complaint(given, "a warm-up that ends before the run does", "")
-
-
-# -- mistakes ---------------------------------------------------------------------------------------------------------
-# Report all mistakes in a recipe at once, each with its key, its value and the allowed values.
 
 
 class Complaint(NamedTuple):
@@ -351,9 +341,6 @@ def _unknown(key: str, fields: Fields) -> Complaint:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# -- complete ---------------------------------------------------------------------------------------------------------
 
 
 def _complete(recipe: Any, label: str, notes: list[str], chosen: Sequence[ChosenSetting]) -> Resolved:

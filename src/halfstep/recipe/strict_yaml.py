@@ -244,9 +244,6 @@ def _line_of(marked: Any, where: str) -> str:
     return f"{where}, line {marked.start_mark.line + 1}"
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
 class _Dumper(yaml.SafeDumper):
     """A dumper that keeps the order of the schema, and writes values that read back unchanged."""
 

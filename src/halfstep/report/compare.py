@@ -128,9 +128,6 @@ def _row(name: str, run: RunFacts) -> list[str]:
     ]
 
 
-# -- judgement --------------------------------------------------------------------------------------------------------
-
-
 def _kind(run: RunFacts) -> tuple[tuple[str, str], ...]:
     """Return the settings that runs of one kind share: all but the seed and their places."""
     return tuple((k, v) for k, v in sorted(run.recipe.items()) if k != SEED and not k.startswith(_ASIDE))

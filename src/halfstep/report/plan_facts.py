@@ -75,9 +75,6 @@ def plan_from(plain: Mapping[str, Any], file: Path) -> PlanFacts:
     return PlanFacts(file, plan, plain)
 
 
-# -- outlook ----------------------------------------------------------------------------------------------------------
-
-
 def outlook_of_plan(plan: Plan) -> Outlook:
     """Return what the choice of a plan means, from what the plan measured and predicted."""
     wide = next((cell.peak for cell in plan.ladder if cell.setting == plan.baseline), None)

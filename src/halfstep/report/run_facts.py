@@ -143,9 +143,6 @@ def read_run(folder: Path) -> RunFacts:
     return RunFacts(folder, recorded, state_of(folder, recorded.end), result, read_examined(folder))
 
 
-# -- verdict ----------------------------------------------------------------------------------------------------------
-
-
 def metric_name(metric: str) -> str:
     """Return a metric as it stands within a sentence: `IoU`, and `loss`."""
     found = named(metric)
@@ -197,9 +194,6 @@ def _skips(recorded: Summary) -> str:
     most = sorted(recorded.skipped.items(), key=lambda item: (-item[1], item[0]))[:3]
     reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in most)
     return f"{total:,} of {recorded.attempts:,} steps skipped ({reasons})"
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
 
 
 def precision_rows(run: RunFacts) -> Pairs:
@@ -273,8 +267,6 @@ def _git(value: object) -> str:
     found = fields(value)
     return f"{found.get('commit')} ({found.get('branch') or 'no branch'})" if found else ""
 
-
-# -- incidents --------------------------------------------------------------------------------------------------------
 
 MOST_BAD_SAMPLES = 20
 """Samples that are listed; all are counted."""

@@ -88,9 +88,6 @@ def compared_run_blocks(run: RunFacts, pictures: Sequence[Picture], left_out: Se
     )
 
 
-# -- incidents and samples --------------------------------------------------------------------------------------------
-
-
 def _incidents(run: RunFacts, found: Sequence[Incident]) -> Iterator[Block]:
     yield Heading("Incidents")
     # The last incident of a run that was given up says why; an error of another kind is said once, here.
@@ -124,9 +121,6 @@ def _samples(pictures: Sequence[Picture], left_out: Sequence[str]) -> Iterator[B
         yield Paragraph(Span(f"The run drew none{' that are shown here' if left_out else ''}.", "dim"))
     for line in left_out:
         yield Paragraph(Span(f"Left out: {line}", "dim"))
-
-
-# -- curves, memory, model --------------------------------------------------------------------------------------------
 
 
 def _curves(run: RunFacts) -> Iterator[Block]:
@@ -238,9 +232,6 @@ def _audited_modules(audit: Mapping[str, Any]) -> list[tuple[str, str, str, str]
             found.append((bits, text(row.get("module"), 200), ", ".join(fields(row.get("computed"))), row))
     lowest = sorted(found, key=lambda one: one[0])[:MOST_MODULES]
     return [(module, f"{bits:.1f}", formats, text(row.get("kind"), 80)) for bits, module, formats, row in lowest]
-
-
-# -- outlook ----------------------------------------------------------------------------------------------------------
 
 
 def outlook_blocks(found: Outlook) -> Iterator[Block]:

@@ -131,9 +131,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def write_tables(figures: ClassFigures, files: Sequence[Path]) -> None:
     """Write the CSV files of samples, classes and the confusion matrix."""
     names, counts = figures.confusion.names, figures.confusion.counts.tolist()

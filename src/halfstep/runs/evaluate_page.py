@@ -98,9 +98,6 @@ def figure_text(value: object, form: str = ".4f") -> str:
     return "-" if value is None else in_line(value) if isinstance(value, str) else format(value, form)
 
 
-# -- page -------------------------------------------------------------------------------------------------------------
-
-
 def _short(name: str) -> str:
     return shortened(in_line(name), NAME)
 

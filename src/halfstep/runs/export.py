@@ -132,9 +132,6 @@ def chosen_weights(folder: Path, task: Task, which: str | None, average: bool | 
     return chosen, averaged
 
 
-# -- from a file ------------------------------------------------------------------------------------------------------
-
-
 def _from_file(folder: Path, task: Task, file: str, averaged: bool) -> Exported:
     model = model_with(task, folder / file)  # raises for non-finite weights
     step, epoch, value = _when_saved(folder, file, task.metric)
@@ -158,9 +155,6 @@ def _when_saved(folder: Path, file: str, metric: str) -> tuple[int | None, int |
             value = (event.get("val") or {}).get(metric)
             found, waiting = (saved_at, event.get("epoch"), None if value is None else float(value)), False
     return found
-
-
-# -- from a checkpoint ------------------------------------------------------------------------------------------------
 
 
 def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
@@ -213,10 +207,6 @@ def _put(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], generation: Che
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(saved[name])
-
-
-# -- export checked ---------------------------------------------------------------------------------------------------
-# Compare an exported file with its model on validation images.
 
 
 IMAGES = 3
@@ -341,10 +331,6 @@ def _taken_sizes(signature: Signature, written: Written) -> str:
     return f"{'any' if written.any_batch else 'one'} batch size, {size}"
 
 
-# -- export formats ---------------------------------------------------------------------------------------------------
-# Three file formats. Each file is read back and compared with the model before it replaces another.
-
-
 NOTES = "halfstep.json"
 """The file inside a .pt2 archive that holds what an ONNX file has in its metadata."""
 LARGEST_ONNX = 2 * 10**9
@@ -439,9 +425,6 @@ def write_onnx(found: Exported, image: Tensor, notes: Mapping[str, str], file: P
 WRITERS = {"safetensors": write_safetensors, "onnx": write_onnx, "torch_export": write_program}
 
 
-# -- torch.export -----------------------------------------------------------------------------------------------------
-
-
 def _traced(found: Exported, image: Tensor) -> tuple[Any, bool, bool]:
     """Return the exported program with as many dynamic sizes as it allows: batch and image, batch, or none."""
     signature, example = found.signature(), torch.cat([image] * 2)  # torch.export specializes on sizes of 1
@@ -482,9 +465,6 @@ def _without_examples(program: Any) -> Any:
     """Remove the example inputs: torch would save them as a pickle."""
     program.example_inputs = None
     return program
-
-
-# -- ONNX -------------------------------------------------------------------------------------------------------------
 
 
 def _onnx_packages() -> Any:

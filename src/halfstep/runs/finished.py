@@ -152,10 +152,6 @@ def model_with(task: Task, weights: Path) -> nn.Module:
     return model
 
 
-# -- elsewhere --------------------------------------------------------------------------------------------------------
-# Evaluate a finished run on another folder with the layout of its training data.
-
-
 DRAWN = "shapes"
 
 
@@ -217,10 +213,6 @@ def _check(place: Path, finished: Finished) -> None:
             allowed="the folder of one set",
             do=_evaluate_call(finished, place / splits[0]),
         )
-
-
-# -- rebuilt ----------------------------------------------------------------------------------------------------------
-# Rebuild the training loop of a run from its folder, repeatedly and without changing the folder.
 
 
 def rebuilding(folder: Path, own: Callable[[], type[Task]] | None) -> Build:

@@ -105,9 +105,6 @@ def _written_at(run: Path) -> float:
     return max(times)
 
 
-# -- one run ----------------------------------------------------------------------------------------------------------
-
-
 def _row(run: Path, written_at: float) -> RunRow:
     result, last = _fields(read_json(run / RESULT)), _last_events(run / JOURNAL)
     state = state_of(run, last.get(END, {}))

@@ -129,9 +129,6 @@ def _things(signature: Signature) -> str:
     return "the images" if signature.answer == "class" else "the pixels"
 
 
-# -- image files ------------------------------------------------------------------------------------------------------
-
-
 def image_files_of(task: Task, signature: Signature, folder: Path) -> tuple[list[Path], str]:
     """Return files of validation images in their stored size, and their origin in words.
 

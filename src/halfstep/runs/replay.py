@@ -58,8 +58,6 @@ from halfstep.train.run_folder import RECIPE, is_finished, recipe_in
 from halfstep.train.setup import compile_in_place, make_model, without_weights
 from halfstep.train.task import Task
 
-# -- one call ---------------------------------------------------------------------------------------------------------
-
 
 def replay(
     run: str | os.PathLike[str],
@@ -145,9 +143,6 @@ class _Findings:
     interrupted: bool = False
 
 
-# -- recorded steps ---------------------------------------------------------------------------------------------------
-
-
 def _recorded(folder: Path) -> tuple[Path, list[CheckpointDir]]:
     """Return the run's folder and its failed steps; for the folder of one failed step, only that one."""
     refuse_earlier(folder)
@@ -197,10 +192,6 @@ def _guard_of(run: Path) -> str:
     mode = section.get("mode") if isinstance(section, dict) else section
     # YAML 1.1 reads the word off as a boolean.
     return "off" if mode in (False, "off") else str(mode or "watch")
-
-
-# -- replayed ---------------------------------------------------------------------------------------------------------
-# Load a failed step: model and batch from its record, the task from the run's recipe.
 
 
 @dataclass(frozen=True)
@@ -272,9 +263,6 @@ def _notes(record: Record, run: Path, device: torch.device, choice: Choice, aske
     if record.ranks > 1:
         notes.append(f"gradients of {record.ranks} processes are not summed here; each one's step is run alone")
     return notes
-
-
-# -- replaying --------------------------------------------------------------------------------------------------------
 
 
 ALSO = ("fp32", "bf16")
@@ -376,10 +364,6 @@ def _try_island(replayed: Replayed, attempt: StepInputs, verdict: Verdict, round
         precision = replayed.choice.precision
         way = f"{precision.name}, {path or 'the model'} in fp32"
         rounds.note(way, _tried(replayed, attempt, precision, (path,)), precision, path)
-
-
-# -- advice -----------------------------------------------------------------------------------------------------------
-# The one command that fixes a failed run, derived from the origin of its failed step.
 
 
 def _remedy(

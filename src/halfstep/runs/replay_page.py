@@ -148,9 +148,6 @@ class ReplayReport(ShownAsPage):
         return Page(f"failed step {self.recorded.attempt:,} of {self.run}", tuple(blocks))
 
 
-# -- page -------------------------------------------------------------------------------------------------------------
-
-
 def _verdict(report: ReplayReport) -> Iterator[Block]:
     said = f"the run said: {report.recorded.verdict.sentence}"
     if report.verdict is not None:

@@ -154,10 +154,6 @@ def _named_task(found: RawRecipe) -> str:
     return named
 
 
-# -- beforehand -------------------------------------------------------------------------------------------------------
-# Checks that need no torch, which takes seconds to load.
-
-
 EVERY_RUN = ("safetensors",)
 DRAWN = ("shapes", "maps")
 """Data that is generated, not read from disk."""
@@ -226,10 +222,6 @@ def _check_data(data: Any) -> None:
 def _check_weights(path: str) -> None:
     if not os.path.isfile(os.path.expanduser(path)):
         raise BadData(f"no weights at {path}", allowed=WEIGHTS, do="check the path in model.weights")
-
-
-# -- typing again -----------------------------------------------------------------------------------------------------
-# Build the next command to type: the typed settings with some replaced. Loads no torch.
 
 
 def without_precision(recipe: str, words: Sequence[str]) -> list[str]:

@@ -55,9 +55,6 @@ def bytes_in(text: str) -> int:
     return count
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StoredWeights:
     """Weights on the disk that are read one tensor at a time."""
@@ -158,9 +155,6 @@ def _like(file: Any, name: str) -> Tensor:
     return torch.empty(part.get_shape(), dtype=BY_NAME[part.get_dtype()], device=_NOWHERE)
 
 
-# -- one call ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ShardedExport(ShownAsPage):
     """A folder of weights in several files, and where they come from."""
@@ -201,9 +195,6 @@ def export_layout(
         files = write_layout(weights, folder, most, notes)
     source = generation.name if generation else path.name
     return ShardedExport(run, folder, source, averaged, files, len(weights.likes), weights.bytes)
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def write_layout(weights: StoredWeights, folder: Path, most: int, notes: Mapping[str, str]) -> list[str]:

@@ -129,9 +129,6 @@ def _isorted(line: str) -> tuple[bool, str]:
     return line.startswith("from"), line.lower()
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
-
-
 def _weights(task: Task, model: Any, file: Path) -> tuple[list[str], str]:
     imports, built = _built(task, model)
     lines = [*built, f"model.load_state_dict(load_file({json.dumps(str(file))}))", "model.eval()"]
@@ -193,9 +190,6 @@ def _timms(options: Any, data: Any, model: Any) -> list[str]:
         return built
     stem = f"torch.nn.Conv2d({data.channels}, {model.conv1.out_channels}, 3, padding=1, bias=False)"
     return [*built, f"model.conv1 = {stem}  # model.small_stem", "model.maxpool = torch.nn.Identity()"]
-
-
-# -- the image, and the answer ----------------------------------------------------------------------------------------
 
 
 def _using(signature: Signature, photo: str) -> list[str]:

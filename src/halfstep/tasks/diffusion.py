@@ -30,9 +30,6 @@ from halfstep.train.metrics import Metric, Metrics, PeakSignalNoiseRatio
 from halfstep.train.task import Picture, Prediction, Split, Task, no_progress
 from halfstep.train.weights import digest
 
-# -- encoding once ----------------------------------------------------------------------------------------------------
-# Cache the latents of a frozen autoencoder on disk where images are the same in every epoch.
-
 
 def encoded_once(
     model: LatentDiffusion,
@@ -86,9 +83,6 @@ def computed_in(model: LatentDiffusion, precision: Precision) -> str:
 def _moments(model: LatentDiffusion, precision: Precision, device: torch.device, images: Tensor) -> Tensor:
     with precision.inference(device):
         return model.moments(images)
-
-
-# -- diffusion --------------------------------------------------------------------------------------------------------
 
 
 PARTS = {"class": "label", "image": "condition", "embedding": "embedding"}

@@ -23,10 +23,6 @@ from halfstep.tasks.shared.sources import clips, has_masks
 from halfstep.train.metrics import Metric, Metrics
 from halfstep.train.task import Picture, Prediction, Split, Task
 
-# -- drawing ----------------------------------------------------------------------------------------------------------
-# Draw slots over the frames: side by side for a page, one after another for an animation.
-
-
 MOST_FRAMES = 8
 """The most frames in a row; those of a longer clip are spaced evenly over its length."""
 GAP = 2
@@ -70,10 +66,6 @@ def _numbers(mask: Any) -> images.Mask:
 def _below(rows: Sequence[Picture]) -> Picture:
     """Stack rows of one width vertically."""
     return images.side_by_side([row.swapaxes(0, 1) for row in rows], GAP).swapaxes(0, 1)
-
-
-# -- metrics ----------------------------------------------------------------------------------------------------------
-# Metrics of object discovery. They cover all frames of a clip at once, so a slot must stay on its object.
 
 
 THINGS = 256
@@ -144,9 +136,6 @@ class BestOverlap(_OverClips):
 
 def _pairs(count: Tensor) -> Tensor:
     return count * (count - 1.0) / 2.0
-
-
-# -- slots ------------------------------------------------------------------------------------------------------------
 
 
 class Slots(Task):

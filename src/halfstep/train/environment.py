@@ -97,10 +97,6 @@ def _line(path: Path) -> str:
         return file.readline(_LONGEST_REF).strip()
 
 
-# -- auto choices -----------------------------------------------------------------------------------------------------
-# Values measured once, at the start of a run: measured again, they could differ.
-
-
 @dataclass(frozen=True)
 class AutoChoices:
     """Decisions that depend on timing."""
@@ -122,10 +118,6 @@ class AutoChoices:
         """Build it from `as_dict`; raise StateMismatch where keys differ."""
         same_keys("the automatic choices", [*cls.__dataclass_fields__], state)
         return cls(**{**state, "reasons": tuple(state["reasons"])})
-
-
-# -- random generators ------------------------------------------------------------------------------------------------
-# Read and set the state of every random generator: Python's, NumPy's, torch's, and the device's.
 
 
 class GeneratorStates(TypedDict):

@@ -20,10 +20,6 @@ from halfstep.step.sharded import reshard
 from halfstep.train.metrics import Metrics
 from halfstep.train.task import Judged, Shown, Task
 
-# -- choosing ---------------------------------------------------------------------------------------------------------
-# Select the samples to show: the worst ones, and typical ones.
-
-
 WORST, TYPICAL, ONE_OF_FEW = "worst", "typical", ""
 
 
@@ -119,9 +115,6 @@ def described_choice(chosen: Sequence[ChosenSample], total: int) -> str:
     if not worst:
         return f"all {total} validation samples, the worst first"
     return f"the {worst} worst and {typical} typical of {total} validation samples"
-
-
-# -- evaluation -------------------------------------------------------------------------------------------------------
 
 
 Progress = Callable[[int, int], None]

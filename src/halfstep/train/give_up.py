@@ -34,10 +34,6 @@ from halfstep.train.guarding import in_the_data
 from halfstep.train.loop import Loop
 from halfstep.train.microbatches import smaller_microbatches
 
-# -- advising ---------------------------------------------------------------------------------------------------------
-# Build the command that may fix a run: how it is launched, and a lower learning rate.
-
-
 LOWER = 10
 """The divisor for a learning rate that was too high; also the factor above its recipe's that counts as a mistake."""
 
@@ -101,10 +97,6 @@ def _recipe_named(command: str) -> str | None:
     return words[2] if words[:2] == ["halfstep", "train"] and len(words) > 2 else None
 
 
-# -- losses -----------------------------------------------------------------------------------------------------------
-# Judge the weights in a checkpoint by the losses in the journal.
-
-
 FAR = 10.0
 """Weights are ruined where their loss is this many times the first loss of the run."""
 
@@ -153,10 +145,6 @@ def _number(loss: Any) -> float:
     return float(loss) if isinstance(loss, (int, float)) else math.nan
 
 
-# -- memory ended -----------------------------------------------------------------------------------------------------
-# End a run that ran out of memory: name what it was doing, and a command that splits the step.
-
-
 OUT_OF_MEMORY = "out_of_memory"
 RECOMPUTE = "train.checkpoint_activations"
 
@@ -200,9 +188,6 @@ def _smaller(loop: Loop) -> Mapping[str, object]:
     section, _, name = loop.task.resolution.partition(".")
     size = getattr(getattr(loop.recipe, section, None), name, None) if name else None
     return {loop.task.resolution: size // 2} if isinstance(size, int) and size > 1 else {}
-
-
-# -- giving up --------------------------------------------------------------------------------------------------------
 
 
 REPAIR = "repair"

@@ -28,9 +28,6 @@ from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
 from halfstep.train.failed_steps.writing import recording
 
-# -- remedies ----------------------------------------------------------------------------------------------------------
-# Read the remedies of a guard from a checkpoint, and place them in the model again before anything else.
-
 
 def remedies_in(guards: Mapping[str, object]) -> Remedies | None:
     """Return the remedies in the guards' states of a checkpoint; None where the run had no guard.
@@ -69,10 +66,6 @@ def reapply_remedies(model: nn.Module, remedies: Remedies) -> list[str]:
     fitting = [one for one in remedies.placed if one.kind != "island" or one.target in paths]
     replace(remedies, placed=fitting).apply_to(model)
     return [f"placed again by the guard: {'; '.join(map(str, fitting))}"] if fitting else []
-
-
-# -- guards state -----------------------------------------------------------------------------------------------------
-# Save and restore the guards: the user's own guards must be present again, halfstep's may be switched on and off.
 
 
 OWN = (Guardian.name, "spike")
@@ -144,9 +137,6 @@ def with_counts_reset(
         fresh = {key: now[Guardian.name][key] for key in _OF_A_STREAK if key in kept[Guardian.name]}
         kept[Guardian.name] = {**kept[Guardian.name], **fresh}
     return kept
-
-
-# -- guarding ---------------------------------------------------------------------------------------------------------
 
 
 OVERFLOWS = 3

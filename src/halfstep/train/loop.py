@@ -38,9 +38,6 @@ from halfstep.train.task import Task
 from halfstep.train.throughput import ENOUGH, Length, Throughput, TimeLeft, too_long
 from halfstep.train.watchdog import Beat, no_beat
 
-# -- bad samples ------------------------------------------------------------------------------------------------------
-# Share replaced and suspect samples between the ranks, so that each is recorded once.
-
 
 class SampleReports:
     """A collector of replaced samples; over the budget, every rank stops at the same step."""
@@ -76,9 +73,6 @@ class SampleReports:
         nonfinite = [number for batch in window for number in nonfinite_ids(batch)]
         gathered = distributed.all_gather_or_raise(lambda: [ids, nonfinite])
         return sorted({n for rank in gathered for n in rank[0]}), sorted({n for rank in gathered for n in rank[1]})
-
-
-# -- loop -------------------------------------------------------------------------------------------------------------
 
 
 FINISHED, EARLY = "finished", "early_stopping"

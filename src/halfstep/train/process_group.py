@@ -152,9 +152,6 @@ def store_prefix(environment: Mapping[str, str]) -> str:
     return "attempt"
 
 
-# -- device -----------------------------------------------------------------------------------------------------------
-
-
 def rng_preserved() -> AbstractContextManager[None]:
     """Return a context that restores all random generators at its end: a run seeds them for itself."""
     return generators_aside([torch.accelerator.current_device_index()] if torch.accelerator.is_available() else [])

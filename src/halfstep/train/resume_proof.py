@@ -96,9 +96,6 @@ def prove(
     return _judged(one, two, steps, begin.attempt if begin else 0)
 
 
-# -- the two ways -----------------------------------------------------------------------------------------------------
-
-
 def _begin(whole: Sequence[CheckpointDir], planned: int, steps: int) -> CheckpointDir | None:
     if planned < 2 * steps:
         raise _too_short(f"a run of {planned} steps", planned, steps)
@@ -213,9 +210,6 @@ def _too_short(what: str, there: int, steps: int) -> WrongUse:
         allowed=f"at most {there // 2} + {there // 2} of the {there} steps that there are",
         do=advice(f"--steps {there // 2}", f"resume_steps={there // 2}") if there > 1 else "take a longer run",
     )
-
-
-# -- the comparison ---------------------------------------------------------------------------------------------------
 
 
 def _judged(one: _Part, two: _Part, steps: int, begin: int) -> Proof:

@@ -47,10 +47,6 @@ from halfstep.recipe.strict_yaml import read_yaml, to_yaml
 from halfstep.status_files import RUNNING, StatusFile, rank_of_file, read_status, status_file, timestamp
 from halfstep.status_line import Now, unwatched
 
-# -- lock -------------------------------------------------------------------------------------------------------------
-# Lock a folder for one process, with a lock that the system releases however its holder dies.
-
-
 TRIES = 5
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 """Error numbers of a lock that another process holds."""
@@ -217,10 +213,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_in_child)
 
 
-# -- running launches -------------------------------------------------------------------------------------------------
-# Tell whether another launch is alive where locks exclude nobody: by its process here, by its heartbeats elsewhere.
-
-
 def running_elsewhere(folder: Path) -> StatusFile | None:
     """Return the status of rank 0 where it says that the run is running on another host."""
     status = _running_status(folder)
@@ -296,9 +288,6 @@ def _has_open(pid: int, files: Collection[os.stat_result]) -> bool:
             if any(os.path.samestat(found, file) for file in files):
                 return True
     return False
-
-
-# -- run folder -------------------------------------------------------------------------------------------------------
 
 
 RECIPE = "recipe.yaml"

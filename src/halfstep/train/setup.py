@@ -55,9 +55,6 @@ from halfstep.train.sharding import (
 from halfstep.train.task import Task, no_progress
 from halfstep.train.weights import load_weights
 
-# -- freeze -----------------------------------------------------------------------------------------------------------
-# Freeze parts of a model.
-
 
 def freeze(model: nn.Module, parts: list[str]) -> list[str]:
     """Freeze `parts`, dotted names of modules or parameters; return a line for each.
@@ -128,10 +125,6 @@ def _still_class(kind: type[nn.Module]) -> type[nn.Module]:
     if kind not in _CLASSES:
         _CLASSES[kind] = type(f"Still{kind.__name__}", (Still, kind), {"__module__": kind.__module__})
     return _CLASSES[kind]
-
-
-# -- optimizers -------------------------------------------------------------------------------------------------------
-# Build optimizers by name.
 
 
 _KINDS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -284,10 +277,6 @@ def _groups(trained: list[nn.Parameter]) -> list[ParameterGroup]:
     return [group for group in groups if group["params"]]
 
 
-# -- schedules --------------------------------------------------------------------------------------------------------
-# Build learning rate schedules: a factor for each number of applied updates, after a warm-up.
-
-
 REWARM_SHARE = 20
 """A new warm-up takes one in so many updates of its part, where the recipe has no warm-up."""
 
@@ -433,9 +422,6 @@ def parts_of(options: ScheduleOptions, total: int, per_epoch: int) -> list[Sched
 def _falling(share: float) -> float:
     """Return half a cosine, from one to zero."""
     return 0.5 * (1.0 + math.cos(math.pi * min(share, 1.0)))
-
-
-# -- setup ------------------------------------------------------------------------------------------------------------
 
 
 AnyRecipe = Recipe[ModelOptions, DataOptions, LossOptions]

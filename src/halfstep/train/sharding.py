@@ -206,9 +206,6 @@ def shard(
     return f"{sharding.mode}: {holds}; {sharding.reason}"
 
 
-# -- bf16 reduction ---------------------------------------------------------------------------------------------------
-
-
 class ReductionNotes:
     """Measure the error of gradients that are summed in bf16, and write it to the journal; else do nothing."""
 

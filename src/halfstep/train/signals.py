@@ -20,10 +20,6 @@ from halfstep.deadline import finishes_within
 from halfstep.errors import INTERRUPTED, TRY_AGAIN, NotBegun
 from halfstep.stop_signals import stop_signals
 
-# -- hearing ----------------------------------------------------------------------------------------------------------
-# Receive signals in a thread as they arrive: Python runs no handler while a kernel computes.
-
-
 OnSignal = Callable[[int, int], None]
 ENDED = 0
 """A byte that is no signal number; it ends the thread."""
@@ -87,9 +83,6 @@ def say(text: str) -> None:
     begin = "\n" if sys.stderr is sys.__stderr__ and sys.stderr is not None and sys.stderr.isatty() else ""
     with contextlib.suppress(Exception):
         print(f"{begin}{text}", file=sys.stderr, flush=True)
-
-
-# -- stopping ---------------------------------------------------------------------------------------------------------
 
 
 HEARD = (signal.SIGTERM, signal.SIGINT)
@@ -347,9 +340,6 @@ def _is_at_the_door(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-# -- forks ------------------------------------------------------------------------------------------------------------
 
 
 _masks = threading.local()

@@ -246,9 +246,6 @@ def _weights(live: RunObjects) -> SavedWeights:
     }
 
 
-# -- restore ----------------------------------------------------------------------------------------------------------
-
-
 FORM = dict.fromkeys(COMPONENTS, 1) | {"optimizers": 2, "lr_schedulers": 2, "loss_scales": 2}
 FORM |= {"recipe": 0, "guards": 0}
 """How many levels of each component have the same keys in every checkpoint of a run."""
@@ -309,9 +306,6 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> R
         # The optimizers' saved groups hold the lr of the old schedule.
         _set_lr(live)
     return Restored(recipe, data, is_longer)
-
-
-# -- what may be accepted ---------------------------------------------------------------------------------------------
 
 
 def _recipe_changes(live: RunObjects, saved: State, changed: list[Change], accepted: Collection[str]) -> list[Change]:
@@ -397,9 +391,6 @@ def _moved_on(own: dict[str, Any], saved: dict[str, Any] | None, rewarmed: bool)
         for mine, theirs in zip(own["lr_lambdas"], saved["lr_lambdas"], strict=False)
     ]
     return {**own, "lr_lambdas": shapes, "last_epoch": saved["last_epoch"], "_step_count": saved["_step_count"]}
-
-
-# -- what must fit ----------------------------------------------------------------------------------------------------
 
 
 def _check_precision(now: State, saved: State) -> None:
@@ -492,9 +483,6 @@ def _check_lr_schedulers(now: State, saved: State) -> None:
         shapes, then = (own or {}).get("lr_lambdas", ()), saved.lr_schedulers[name]["lr_lambdas"]
         for mine, theirs in zip(shapes, then, strict=False):
             _same_form(f"the schedule of {name}", mine, theirs, 1)
-
-
-# -- putting it back --------------------------------------------------------------------------------------------------
 
 
 def _of_stepper(live: RunObjects, saved: State) -> dict[str, Any]:

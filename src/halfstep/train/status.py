@@ -60,9 +60,6 @@ WRITTEN_WITHIN = 5.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-# -- launch -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Launch:
     """One attempt of a run on all ranks."""
@@ -200,9 +197,6 @@ def _not_restarted(given: str, code: int, do: str) -> NotRestarted:
 def _reason(rank: int, statuses: Mapping[int, StatusFile]) -> str:
     who = f"rank {rank}: " if len(statuses) > 1 else ""
     return f"{who}{str(statuses[rank].reason)[:LONGEST_REASON]}"
-
-
-# -- status -----------------------------------------------------------------------------------------------------------
 
 
 class RankStatus:

@@ -151,10 +151,6 @@ class TimeLeft:
         return seconds
 
 
-# -- too long ---------------------------------------------------------------------------------------------------------
-# Warn of a run that would take hours: what makes it shorter, by how much, and which recipes are smaller.
-
-
 ENOUGH = 2
 """Steps after the first that are timed before the warning."""
 LONG, LONG_ON_ACCELERATOR = 3600.0, 24 * 3600.0

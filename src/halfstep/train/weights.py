@@ -346,10 +346,6 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0][:200] if text else type(error).__name__
 
 
-# -- non-persistent buffers -------------------------------------------------------------------------------------------
-# Handle non-persistent buffers: some appear with the first batch, and some grow with the longest one.
-
-
 def non_persistent_buffers(model: nn.Module) -> list[str]:
     """Return the names of the non-persistent buffers that exist now."""
     own = ((f"{path}." if path else "", module) for path, module in model.named_modules())

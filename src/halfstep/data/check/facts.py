@@ -21,9 +21,6 @@ from halfstep.data.layout import ALL, SEGMENTATION, Layout, SplitFolder, held_ou
 from halfstep.data.mask_classes import MaskCounts, MaskReading, counts_in, read_masks_as
 from halfstep.status_line import OnProgress
 
-# -- walking ----------------------------------------------------------------------------------------------------------
-# List every name below a folder, both what training reads and what it skips or fails on.
-
 
 @dataclass
 class Names:
@@ -86,10 +83,6 @@ def _kind(entry: os.DirEntry[str], boundary: str) -> str:
     if not stat.S_ISREG(mode):
         return "special"
     return "images" if entry.name.lower().endswith(SUFFIXES) else "other"
-
-
-# -- looking ----------------------------------------------------------------------------------------------------------
-# Examine one file: open it, decode it to its last row, and describe it. Runs in several processes.
 
 
 EMPTY, CLOSED, NO_IMAGE, DAMAGED, HUGE = "empty", "closed", "no_image", "damaged", "huge"
@@ -209,9 +202,6 @@ def _bits(image: Image.Image) -> int:
     raw = [tile[3] for tile in getattr(image, "tile", ())]
     modes = [part if isinstance(part, str) else part[0] for part in raw if part]
     return 16 if any(";16" in str(mode) for mode in modes) else 8
-
-
-# -- facts ------------------------------------------------------------------------------------------------------------
 
 
 _ENDING = "_mask"

@@ -98,9 +98,6 @@ class DataReport(ShownAsPage, JsonResult):
         return Page(f"data in {self.folder}", tuple(blocks))
 
 
-# -- page -------------------------------------------------------------------------------------------------------------
-
-
 def _facts(report: DataReport) -> Pairs:
     splits = ", ".join(f"{count:,} {name}" for name, count in report.samples.items())
     total = sum(report.samples.values())

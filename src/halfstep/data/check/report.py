@@ -15,10 +15,6 @@ from halfstep.data.layout import RECIPES, Layout
 from halfstep.finding import Severity
 from halfstep.status_line import OnProgress
 
-# -- faults -----------------------------------------------------------------------------------------------------------
-# List what can be wrong with a set, with advice for each fault.
-
-
 _PAIRS = "masks/NAME.png or masks/NAME_mask.png belongs to images/NAME.jpg"
 _AGAIN = "copy them again from where they came, or delete them"
 _UNTURN = "exiftool -Orientation=1 -n FILE"
@@ -154,9 +150,6 @@ RULES = (
          f.copies(lambda sample: sample.label)),
     Rule("copies", "warning", "pictures are duplicated", "keep one of each", f.copies(None)),
 )  # fmt: skip
-
-
-# -- report -----------------------------------------------------------------------------------------------------------
 
 
 def check(layout: Layout, on_progress: OnProgress = lambda done, of: None, classes: int | None = None) -> DataReport:

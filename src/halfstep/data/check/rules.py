@@ -20,9 +20,6 @@ PHOTOGRAPHS = (".heic", ".heif", ".gif", ".avif", ".jp2", ".raw", ".dng", ".cr2"
 """Suffixes of pictures that are not supported."""
 
 
-# -- names ---------------------------------------------------------------------------------------------------------
-
-
 def named(kind: str) -> Find:
     """Return a rule that finds the paths of this kind, in the folders of images and of masks."""
 
@@ -52,9 +49,6 @@ def of_splits(names: Callable[[Split], Sequence[str]], *, below: bool = False) -
             yield from (found.shown(f"{split.part.folder}/{name}" if below else name) for name in names(split))
 
     return find
-
-
-# -- files ---------------------------------------------------------------------------------------------------------
 
 
 def looks(found: SetLooked) -> Iterator[FileFacts]:
@@ -107,9 +101,6 @@ def _channels(look: FileFacts) -> str:
     return "grey" if look.mode in ("1", "L", "I", "F") or look.mode.startswith("I;16") else "in colour"
 
 
-# -- pairs ---------------------------------------------------------------------------------------------------------
-
-
 def pairs_where(true: Callable[[FileFacts, FileFacts], bool], *, masks: bool = False) -> Find:
     """Return a rule that finds readable pairs with this property, by image or by mask."""
 
@@ -134,9 +125,6 @@ def is_of_another_size(image: FileFacts, mask: FileFacts) -> bool:
 def may_be_turned_alone(image: FileFacts, mask: FileFacts) -> bool:
     """Return whether EXIF may rotate the image alone: a square or a flip does not show in the sizes."""
     return image.orientation in range(2, 9) and image.upright == mask.size == image.size
-
-
-# -- masks ---------------------------------------------------------------------------------------------------------
 
 
 def mask_trouble(look: FileFacts, reading: MaskReading) -> str:
@@ -215,9 +203,6 @@ def _masks(found: SetLooked) -> Iterator[tuple[FileFacts, MaskCounts]]:
             yield sample.mask, sample.mask.mask
 
 
-# -- classes -------------------------------------------------------------------------------------------------------
-
-
 def _labels(found: SetLooked, split: str | None = None) -> Counter[str]:
     if found.layout.task != CLASSIFICATION:
         return Counter()
@@ -257,9 +242,6 @@ def lopsided_classes(found: SetLooked) -> list[str]:
     train = _labels(found, "train")
     most = max(train.values(), default=0)
     return [f"{label}: {count:,} of {most:,}" for label, count in train.items() if most > LOPSIDED * count]
-
-
-# -- copies --------------------------------------------------------------------------------------------------------
 
 
 def copies(across: Callable[[SampleFacts], str] | None) -> Find:

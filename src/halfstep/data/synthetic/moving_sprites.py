@@ -19,10 +19,6 @@ from halfstep.data.synthetic.shapes import KINDS, Drawn
 from halfstep.data.video import MOST_CLIP_PIXELS
 from halfstep.errors import BadData, WrongUse
 
-# -- sprites ----------------------------------------------------------------------------------------------------------
-# Read masks of objects from one file, dSprites or others of the same layout.
-
-
 Array = np.ndarray[Any, Any]
 FILE, TENSOR = "sprites.safetensors", "masks"
 FRAME = 64
@@ -86,9 +82,6 @@ def _read(path: Path) -> Array:
             do="make the file again",
         )
     return masks.astype(bool)
-
-
-# -- moving -----------------------------------------------------------------------------------------------------------
 
 
 _SLOWEST, _FASTEST = 0.02, 0.07

@@ -150,9 +150,6 @@ def _variable(place: str, word: Word) -> FoundSetting | None:
         return unread.read_as(unknown_word(error.given))
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
 def _launch(place: str, words: Sequence[Word], variables: dict[str, FoundSetting]) -> Launch | None:
     launcher, rest = _launcher(words)
     if not launcher:
@@ -213,9 +210,6 @@ def _around_script(words: Sequence[Word]) -> tuple[Sequence[Word], str, Sequence
 def _recipe_name(words: Sequence[Word]) -> tuple[Sequence[Word], str, Sequence[Word]]:
     first = words[0].text if words else ""
     return ((), first, words[1:]) if first and not first.startswith("-") else ((), "", ())
-
-
-# -- flags ------------------------------------------------------------------------------------------------------------
 
 
 def _flags(place: str, words: Sequence[Word], reader: str) -> Iterator[FoundSetting]:

@@ -127,9 +127,6 @@ def from_python(place: str, text: str) -> SettingSource:
     )  # fmt: skip
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
 def _read_names(found: Found) -> None:
     """Add the files that a script opens and the modules that it imports."""
     for text in found.script.every(ast.Constant):
@@ -179,9 +176,6 @@ def _value(found: Found, node: ast.expr) -> tuple[object, str]:
         return found.arguments[node.attr][0], node.attr
     constant = found.script.constant(node)
     return (_Unknown if constant is ... else constant), ""
-
-
-# -- calls ------------------------------------------------------------------------------------------------------------
 
 
 def _call(found: Found, call: ast.Call) -> None:
@@ -311,9 +305,6 @@ def _numbers(found: Found, call: ast.Call, last: str) -> None:
         found.training.append(found.setting(call, "max_norm", call.args[1].value, "gradient clipping"))
 
 
-# -- autocast ---------------------------------------------------------------------------------------------------------
-
-
 def _autocast(found: Found, autocast: Autocast) -> FoundSetting:
     """Return an autocast that may be on, and is no island in fp32.
 
@@ -342,9 +333,6 @@ def _autocast_claim(enabled: object, format: str | None) -> WordReading:
     if enabled is True and format is not None:
         return lightning_claim("autocast", format)
     return WordReading(None, UNRESOLVED)
-
-
-# -- assignments and arguments ----------------------------------------------------------------------------------------
 
 
 def _assigned(found: Found, node: ast.Assign) -> None:

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 from halfstep.guard.alarms.usual_loss import FAR, RecentLosses, check_version
 from halfstep.step.report import GUARD, StepReport
 
-# -- rise -------------------------------------------------------------------------------------------------------------
 # Judge losses in a row above the limit. One alone says nothing: it may be a bad batch. Losses that stay together or
 # fall are a new level: a loss term was switched on, the data has changed, or layers were unfrozen. Losses that are far
 # beyond all before and do not fall mean that an update has ruined the weights.
@@ -73,10 +72,6 @@ def _falls(logs: Sequence[float]) -> bool:
 def _middle(logs: Sequence[float]) -> float:
     ordered = sorted(logs)
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-
-
-# -- watched ----------------------------------------------------------------------------------------------------------
-# Follow the losses of one optimizer: the usual ones, and those above the limit since the last usual one.
 
 
 TAIL, LATELY = 8, 32
@@ -190,9 +185,6 @@ class LossWatch:
         watched.just_rolled_back, watched.diverges = bool(plain["just_rolled_back"]), bool(plain["diverges"])
         watched._rise_reported = bool(plain["rise_reported"])
         return watched
-
-
-# -- spike ------------------------------------------------------------------------------------------------------------
 
 
 NAME = "spike"

@@ -23,9 +23,6 @@ from halfstep.observe.reachable import leaves
 from halfstep.observe.recorder import as_written, storage_key
 from halfstep.step.step_inputs import StepInputs, versions_of
 
-# -- batch ------------------------------------------------------------------------------------------------------------
-
-
 UNUSUAL, ABSURD = 1e4, 1e6
 """The size of values above which a batch may not be normalized: after finite steps, and in the first step."""
 FAR = 1e3
@@ -221,10 +218,6 @@ def _shared(mine: list[Spot]) -> list[Spot]:
     """Return the places of the first rank that has any."""
     everywhere = [json.loads(text) for text in distributed.from_all(json.dumps(mine))]
     return [Spot(*plain) for plain in next((spots for spots in everywhere if spots), [])]
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
-# Find weights and statistics that were bad before the step began: which, where in them, and since when.
 
 
 WEIGHT, BUFFER = "weight ", "buffer "

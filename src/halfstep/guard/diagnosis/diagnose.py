@@ -37,9 +37,6 @@ from halfstep.precision.precision import Precision, precision_named
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, refused_by
 from halfstep.step.step_inputs import StepInputs
 
-# -- agreement --------------------------------------------------------------------------------------------------------
-# Agree on one verdict for all ranks.
-
 
 def agreed(verdict: Verdict) -> Verdict:
     """Return the verdict of the first rank that has an origin, forward before backward; every rank must call this."""
@@ -50,10 +47,6 @@ def agreed(verdict: Verdict) -> Verdict:
 def _rank(verdict: Verdict) -> tuple[bool, bool, bool]:
     culprit = verdict.culprit
     return culprit is None, culprit is not None and culprit.backward, verdict.cause == NOT_REPRODUCIBLE
-
-
-# -- cost -------------------------------------------------------------------------------------------------------------
-# Bound the cost of a diagnosis, and emit it in advance for a large model.
 
 
 LARGE = 1_000_000_000
@@ -101,9 +94,6 @@ def cost_of(model: nn.Module, seconds: float | None = None) -> Cost:
         sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
         seconds,
     )
-
-
-# -- diagnose ---------------------------------------------------------------------------------------------------------
 
 
 _FORWARD = (LOSS_NOT_FINITE, BUFFER_NOT_FINITE)

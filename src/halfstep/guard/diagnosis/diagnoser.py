@@ -26,10 +26,6 @@ from halfstep.step.stepper import Stepper
 from halfstep.step.sync import LossFunction
 from halfstep.user_code import warn_user
 
-# -- own generators ---------------------------------------------------------------------------------------------------
-# Find random numbers that a model, a loss function or a batch draws from its own torch.Generator.
-
-
 _PLAIN = (Tensor, int, float, str, bytes, type(None))
 
 
@@ -62,9 +58,6 @@ def _is_plain(batch: Any, deep: int = 3) -> bool:
         return True
     items = batch.values() if isinstance(batch, dict) else batch
     return deep > 0 and isinstance(batch, (dict, tuple, list)) and all(_is_plain(item, deep - 1) for item in items)
-
-
-# -- diagnoser --------------------------------------------------------------------------------------------------------
 
 
 REMEMBERED = 50
@@ -203,10 +196,6 @@ def _steps(plain: Any) -> list[Step]:
         ([str(name) for name in names], float(loss), float(norm), None if rate is None else float(rate))
         for names, loss, norm, rate in plain
     ]
-
-
-# -- last step --------------------------------------------------------------------------------------------------------
-# Diagnose a Stepper's last step on request.
 
 
 Generators = Sequence[tuple[torch.Generator, Tensor]]

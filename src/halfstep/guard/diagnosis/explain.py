@@ -178,10 +178,6 @@ def written(found: Spot) -> str:
     return f"data: {spot(found)}, and {BATCH_WRITTEN}, so its original values are unknown"
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
-# Find evidence of a divergence in the weights and in the steps before.
-
-
 FAR = 1e3
 """The ratio to the median above which a loss or a norm is far from those before."""
 HUGE_WEIGHT = 1e6

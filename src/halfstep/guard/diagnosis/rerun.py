@@ -34,10 +34,6 @@ from halfstep.step.loss import Counted, base_count, loss_and_aux, weighted
 from halfstep.step.rollback import Rollback
 from halfstep.step.step_inputs import Factor, StepInputs, generator_states, set_generator_states
 
-# -- holdings ---------------------------------------------------------------------------------------------------------
-# Collect the tensors and modules that a step uses besides its model and its batch, by name.
-
-
 HELD = "the loss function's "
 """The prefix of tensors that are reached only through the loss function."""
 ATTRIBUTE = "tensor "
@@ -80,9 +76,6 @@ def _of(name: str, holder: str) -> str:
     return f"{holder}.{as_written(name)}"
 
 
-# -- kept -------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def undisturbed(
     model: nn.Module, attempt: StepInputs, holdings: HeldTensors, device: torch.device, *, compiled: bool
@@ -122,10 +115,6 @@ def undisturbed(
 
 def _report_nothing(_findings: Sequence[Finding]) -> None:
     """A rerun writes what the step wrote, which the step itself reports."""
-
-
-# -- share ------------------------------------------------------------------------------------------------------------
-# Weigh one loss in a rerun as in the step, micro-batch by micro-batch.
 
 
 class ReplayLoss:
@@ -175,9 +164,6 @@ class ReplayLoss:
         if self.count is None or self.counts_nothing:
             return 1.0 / self.scale
         return (self._base or 1.0) / self.count / self.scale
-
-
-# -- rerun ------------------------------------------------------------------------------------------------------------
 
 
 MOST_COPIED = 1_000_000_000

@@ -180,10 +180,6 @@ def _sort_key(outcome: TrialOutcome) -> tuple[bool, bool, bool]:
     return culprit is None, received, culprit is not None and culprit.backward
 
 
-# -- cures ------------------------------------------------------------------------------------------------------------
-# Try what would have made the same step finite, the smallest change first.
-
-
 _MODULES = 3
 """The number of enclosing modules that are tried, with the origin's own."""
 
@@ -228,10 +224,6 @@ def _bf16(trials: Trials) -> list[Cure]:
         return []
     outcome = trials.run(ReplayConfig(precision_named("bf16"), scale=1.0))
     return [Cure("precision", "bf16", None if outcome.error else outcome.finite)]
-
-
-# -- operations -------------------------------------------------------------------------------------------------------
-# Describe in words how an operation made non-finite values.
 
 
 _BY_THE_SECOND = ("div", "remainder", "fmod", "true_divide", "floor_divide")

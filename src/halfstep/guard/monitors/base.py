@@ -19,7 +19,6 @@ from halfstep.step.optimizer_slot import OptimizerSlot, owned_by
 from halfstep.step.report import StepReport
 from halfstep.step.stepper import Stepper
 
-# -- async scalars ----------------------------------------------------------------------------------------------------
 # Move numbers from the device to the host without waiting. Meters write into one tensor on the device; it is copied
 # while training continues, and read one step later, when the step's own synchronization has completed everything before
 # it.
@@ -80,10 +79,6 @@ class AsyncScalars:
         return list(self._memory[: self._used])
 
 
-# -- members ----------------------------------------------------------------------------------------------------------
-# Find the modules and weights of a model that are metered, and again after the model has changed.
-
-
 FORMS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """The containers whose output is that of a module inside them."""
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -140,10 +135,6 @@ def not_multiplied(model: nn.Module) -> set[int]:
     """Return the weights whose gradients are not computed in the run's format: those of islands and embeddings."""
     wide = [*islands(model).values(), *(module for module in model.modules() if isinstance(module, TABLES))]
     return {id(parameter) for module in wide for parameter in module.parameters()}
-
-
-# -- sample -----------------------------------------------------------------------------------------------------------
-# One step that the meters observe.
 
 
 ELEMENTS = 2**20
@@ -211,9 +202,6 @@ def taking_turns(all_of_them: Sequence[T], turn: int, at_once: int) -> list[T]:
 
 def _dense(gradient: Tensor | None) -> bool:
     return gradient is not None and not gradient.is_sparse
-
-
-# -- meter ------------------------------------------------------------------------------------------------------------
 
 
 Reading = float | int | str

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from halfstep.finding import Finding
 from halfstep.guard.monitors.base import Crossings, Monitor, SampledStep, and_more, part_of, taking_turns
 
-# -- underflow --------------------------------------------------------------------------------------------------------
 # Whether a zero gradient underflowed or is truly zero (a dead unit, a word that is not in the batch) cannot be known
 # without computing it in fp32. But one can count the others that are so close to the end of the format that they lose
 # digits: if those are many, some of their neighbors have underflowed.
@@ -96,10 +95,6 @@ class Vanishing(Monitor):
                 "precision=bf16, which needs no loss scale; or a larger one: DynamicScale(init_scale=...)",
             )
         ]
-
-
-# -- unused parameters ------------------------------------------------------------------------------------------------
-# Find parameters which no loss has reached so far; only names are used, no tensor is read.
 
 
 LOOKS = 3

@@ -22,10 +22,6 @@ from halfstep.guard.monitors.unchanged_weights import LostUpdates, StillAverage
 from halfstep.step.report import StepReport
 from halfstep.step.stepper import Stepper
 
-# -- pace -------------------------------------------------------------------------------------------------------------
-# Measure how long a sample takes relative to a step, and adapt the interval.
-
-
 USUAL = 50
 """The usual interval in steps."""
 LEAST_STEPS = 100
@@ -73,9 +69,6 @@ def seldom_enough(sample: float, step: float) -> int:
     """Return the interval for the times of a sample and a step, as a multiple of the usual one."""
     times = math.ceil(LEAST_STEPS * sample / step / USUAL) if step > 0 else SELDOM
     return USUAL * min(max(times, 1), SELDOM)
-
-
-# -- meters -----------------------------------------------------------------------------------------------------------
 
 
 R = TypeVar("R")

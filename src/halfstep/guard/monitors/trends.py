@@ -55,10 +55,6 @@ def _goes_on(steps: list[float], bits: list[float]) -> bool:
     return later > 0.0 and later >= GOES_ON * earlier
 
 
-# -- scale trend ------------------------------------------------------------------------------------------------------
-# A loss scale that falls without recovering: gradients grow, or a module is about to overflow.
-
-
 WARM_UP = 50
 """The attempts in which a scale adjusts."""
 KEPT = 16
@@ -106,10 +102,6 @@ def _attempts_left(seen: Sequence[tuple[int, float]]) -> float | None:
     bits = [height for _, height in seen]
     falls = sum(later < earlier for earlier, later in pairwise(bits))
     return steps_left([(attempt, -height) for attempt, height in seen], 0.0) if falls >= FALLS else None
-
-
-# -- skip rate --------------------------------------------------------------------------------------------------------
-# The share of skipped steps: a run that keeps skipping trains on less than it is given.
 
 
 MANY = 0.05

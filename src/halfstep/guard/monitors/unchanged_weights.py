@@ -82,10 +82,6 @@ class UnchangedWeights(Monitor):
         return [finding] if finding is not None and fresh else []
 
 
-# -- still average ----------------------------------------------------------------------------------------------------
-# An average of the weights that does not move while the weights do.
-
-
 class StillAverage(UnchangedWeights):
     """The meter of elements of a weight's average that stayed although the weight differs."""
 
@@ -119,10 +115,6 @@ class StillAverage(UnchangedWeights):
 def _average(sample: SampledStep, one: Trained) -> Tensor | None:
     ema = sample.stepper.ema
     return None if ema is None else ema.average_of(one.parameter)
-
-
-# -- lost updates -----------------------------------------------------------------------------------------------------
-# Updates lost to rounding because they are too small relative to their weight.
 
 
 MANY = 0.2

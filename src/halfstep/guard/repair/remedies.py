@@ -85,10 +85,6 @@ class Remedies:
         return cls([Remedy(**remedy) for remedy in plain["placed"]], [str(culprit) for culprit in plain["lifted"]])
 
 
-# -- compiled calls ---------------------------------------------------------------------------------------------------
-# Make modules that call compiled code run eagerly.
-
-
 def drop_compiled_calls(model: nn.Module) -> Callable[[], None]:
     """Make every module run eagerly; return a function that undoes that."""
     undo: list[Callable[[], None]] = []
@@ -122,10 +118,6 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 def _setting(module: Any, name: str, value: Any) -> Callable[[], None]:
     return lambda: setattr(module, name, value)
-
-
-# -- surgery ----------------------------------------------------------------------------------------------------------
-# Place remedies on a run, and lift them.
 
 
 class RemedyApplier:

@@ -43,10 +43,6 @@ from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.status_line import OnProgress
 
-# -- described --------------------------------------------------------------------------------------------------------
-# Follow the same step by CUDA's rules without a GPU, on fake tensors; no values are known.
-
-
 _DEVICE = "cuda"
 _WHY = "a device that is not here is followed without computing any"
 
@@ -84,10 +80,6 @@ def _recorded(loss_fn: Callable[[nn.Module, Any], Any], calls: list[Any]) -> Cal
             return loss_fn(model, batch)
 
     return recorded
-
-
-# -- findings ---------------------------------------------------------------------------------------------------------
-# Report findings in addition to those of lint: work in another format, idle islands, and values that do not fit.
 
 
 _TOLD_BY_LINT = ("mask-overflows", "reduction-overflows")
@@ -215,9 +207,6 @@ def _near_the_end(watched: ObservedStep, precision: Precision) -> list[Spotted]:
 
 def _without_place(finding: Finding) -> Spotted:
     return Spotted(finding, "", None, ("",))
-
-
-# -- audit ------------------------------------------------------------------------------------------------------------
 
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}

@@ -99,9 +99,6 @@ class Audit(JsonResult, ShownAsPage):
         return self.spotted
 
 
-# -- page -------------------------------------------------------------------------------------------------------------
-
-
 def audit_page(audit: Audit, *, every: bool = False, picture: Path | None = None, command: str = "") -> Page:
     """Return the page of an audit; `every` lists each module, `command` is what to type next."""
     blocks: list[Block] = []
@@ -144,9 +141,6 @@ def _circumstances(audit: Audit) -> str:
     if audit.loss_scale:
         words.append(f"loss scale {audit.loss_scale:.0f}")
     return "; ".join(words)
-
-
-# -- modules ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,6 @@ from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Range, Ranges
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.island import islands
 
-# -- islands ----------------------------------------------------------------------------------------------------------
-# Judge the islands of a model: whether each saves anything.
-
-
 LEAST_HEADROOM = 1.0
 """Bits; training can use up a factor of two quickly."""
 _FURTHER, _CLEARLY = 1.5, 0.05
@@ -114,10 +110,6 @@ def _headroom(path: str, found: ObservedStep) -> float:
 def _room(path: str, found: ObservedStep) -> str:
     headroom = _headroom(path, found)
     return "nothing in it is cast" if math.isinf(headroom) else f"{headroom:.1f} bits, and gradients as near to fp32's"
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
-# List a model's modules as rows: the formats each is stored, computed and saved in, and the ranges of its values.
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,6 @@ from halfstep.observe.recorder import Operation, Recorder, as_it_is
 from halfstep.precision.island import lift_island, settle
 from halfstep.precision.precision import Precision
 
-# -- work -------------------------------------------------------------------------------------------------------------
-# Record the work of each module in a step: FLOPs and results by format, and bytes saved for backward.
-
 
 @dataclass
 class ModuleWork:
@@ -108,9 +105,6 @@ def _casts(operation: Operation) -> bool:
     """Return whether the operation is a cast or a view; neither is a format that a module computes in."""
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in operation.function._schema.returns)
     return views or operation.function._overloadpacket is torch.ops.aten._to_copy
-
-
-# -- watched ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

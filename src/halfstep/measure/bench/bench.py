@@ -35,10 +35,6 @@ from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 from halfstep.precision.names import read_precision
 from halfstep.status_line import OnProgress
 
-# -- comparing --------------------------------------------------------------------------------------------------------
-# Run every candidate with every seed, interleaved; an interrupt keeps the results so far.
-
-
 OneRun = Callable[[int], RunResult]
 """Trains one candidate with a seed."""
 Race = Callable[[Sequence[str]], BenchTimes]
@@ -159,10 +155,6 @@ class _Work:
         return len(self._measure) + len(self._arms) * len(self._seeds) + (self._race is not None)
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-# Measure the memory of one update: counted by the allocator, and predicted by part.
-
-
 @dataclass(frozen=True)
 class MemoryOf:
     """A memory measurement, made once for each candidate and saved in a file.
@@ -198,9 +190,6 @@ def _with_parts(measured: int, subject: Subject | Case, setting: StepSetting, pl
     except (HalfstepError, RuntimeError, NotImplementedError, TypeError) as error:
         # A model that fake tensors cannot run is still measured.
         return Memory(measured, None, f"not predicted: {str(error).splitlines()[0] if str(error) else error!r}")
-
-
-# -- bench ------------------------------------------------------------------------------------------------------------
 
 
 BASELINE = "fp32"

@@ -16,9 +16,6 @@ from halfstep.json_data import JsonResult
 from halfstep.measure.parity import Margin, ParityTest, half_a_point, margin_of, mean_interval, parity
 from halfstep.measure.timing import Speed, Verdict
 
-# -- results ----------------------------------------------------------------------------------------------------------
-# The result of one run, its configuration and its memory, as JSON can represent them.
-
 
 class RunFailed(Exception):
     """A run without a result; the message is its last output."""
@@ -97,10 +94,6 @@ class Memory(JsonResult):
         return self.measured if self.measured is not None else self.predicted
 
 
-# -- configs ----------------------------------------------------------------------------------------------------------
-# Configurations that differ in more than their precision: parsed from text, and a usual set.
-
-
 LARGE = 2
 """Factor of the batch: the usual use of the memory that 16 bits save."""
 
@@ -154,10 +147,6 @@ def check_places(places: Mapping[str, str]) -> None:
                 do="rename one of them",
             )
         seen[place] = name
-
-
-# -- figures ----------------------------------------------------------------------------------------------------------
-# Compute figures over seeds: the speed-up with its interval, and the time to fp32's loss.
 
 
 CONFIDENCE = 0.95
@@ -270,9 +259,6 @@ def smoothed(curve: Sequence[tuple[float, float]], over: int) -> tuple[tuple[flo
         (curve[end - 1][0], statistics.fmean(loss for _, loss in curve[end - over : end]))
         for end in range(over, len(curve) + 1)
     )
-
-
-# -- row --------------------------------------------------------------------------------------------------------------
 
 
 SECONDS_PER_HOUR = 3600.0

@@ -124,9 +124,6 @@ class Bench(JsonResult, ShownAsPage):
         return markdown(self.page())
 
 
-# -- page -------------------------------------------------------------------------------------------------------------
-
-
 def bench_page(bench: Bench, files: Sequence[Path] = ()) -> Page:
     """Return the page of a bench, whose result was written to these files."""
     device, count = bench.conditions.get("device", ""), len(bench.seeds)
@@ -168,9 +165,6 @@ def _table(bench: Bench) -> Table:
     hardware = str(bench.conditions.get("device", ""))
     rows = tuple((hardware, *(cell(row, bench.baseline) for cell in shown.values())) for row in bench.rows)
     return Table(tuple(columns), rows)
-
-
-# -- charts -----------------------------------------------------------------------------------------------------------
 
 
 def parity_chart(bench: Bench) -> Intervals | None:
@@ -226,9 +220,6 @@ def loss_chart(bench: Bench) -> Curves:
     return Curves(f"Loss over time, seed {seed}", curves, "seconds", "loss")
 
 
-# -- what to type -----------------------------------------------------------------------------------------------------
-
-
 def next_command(bench: Bench) -> str:
     """Return what to do next: use the fastest precision of equal accuracy, or run more seeds where it is open."""
     # module:callable is a case; a recipe's name has no colon.
@@ -262,10 +253,6 @@ def _arms_typed(bench: Bench) -> list[str]:
     if not bench.has_configs:
         return ["--precisions", ",".join(row.name for row in rows)]
     return [word for row in rows[1:] for word in ("--arm", f"{row.name}: {shlex.join(row.config.settings)}")]
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
-# Write the result of a bench as files: JSON, Markdown and charts.
 
 
 def check_folder(folder: Path, name: str) -> None:

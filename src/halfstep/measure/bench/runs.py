@@ -38,10 +38,6 @@ from halfstep.measure.worker_process import (
 )
 from halfstep.numbers import to_float
 
-# -- journals ---------------------------------------------------------------------------------------------------------
-# Compute the figures of a bench from a run's journal.
-
-
 _SMOOTH = 20
 """Steps over which the training loss is averaged if there is no validation."""
 _FACTS = ("device", "precision", "flags", "versions", "batch", "samples")
@@ -120,9 +116,6 @@ def _skipped(epochs: Sequence[Event]) -> dict[str, int]:
     for event in epochs:
         total.update(event["skipped"])
     return dict(total)
-
-
-# -- recipe runs ------------------------------------------------------------------------------------------------------
 
 
 _LAST_WORDS = 4000
@@ -276,10 +269,6 @@ def _why(code: int, log: Path) -> str:
         return f"its process ended with code {code}"
     # halfstep's errors indent all lines but the first; a traceback ends with the exception.
     return next((line for line in reversed(lines) if not line[0].isspace()), lines[-1]).strip()
-
-
-# -- case runs --------------------------------------------------------------------------------------------------------
-# The user's own code as candidates of a bench: the loss after some updates from several starting points, and a race.
 
 
 METRIC = BenchMetric("loss", higher_is_better=False)

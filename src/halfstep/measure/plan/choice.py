@@ -14,10 +14,6 @@ from halfstep.measure.timing import Speed
 from halfstep.numbers import several
 from halfstep.precision.select import WORTH_IT
 
-# -- cell -------------------------------------------------------------------------------------------------------------
-# A cell of a plan's table: a setting with its measurements, or with the reason why there are none.
-
-
 SIMPLEST_FIRST = ("fp32", "tf32", "bf16", "fp16")
 """Precisions by complexity: tf32 rounds less than bf16, and fp16 needs a loss scale."""
 BASELINE_PRECISION = SIMPLEST_FIRST[0]
@@ -63,9 +59,6 @@ def simplicity(setting: StepSetting) -> tuple[bool, int, bool, int]:
     known = setting.precision in SIMPLEST_FIRST
     precision = SIMPLEST_FIRST.index(setting.precision) if known else len(SIMPLEST_FIRST)
     return setting.compile, precision, setting.channels_last, setting.microbatches
-
-
-# -- choice -----------------------------------------------------------------------------------------------------------
 
 
 FEWEST_PAIRS = 3

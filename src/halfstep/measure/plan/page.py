@@ -36,10 +36,6 @@ from halfstep.page import (
 )
 from halfstep.precision.hardware import Ability, Device
 
-# -- apply ------------------------------------------------------------------------------------------------------------
-# Apply a choice: as settings of a recipe, or as lines of Python for the user's own loop.
-
-
 RecipeValue = str | bool | int | float | None
 
 
@@ -75,9 +71,6 @@ def python_lines(choice: StepSetting, growth: Growth | None = None) -> list[str]
         lines.append(f"for batch in loader:  # batches of {taken.batch}")
     lines.append("    report = stepper.step(loss_fn, batch)")
     return lines
-
-
-# -- plan -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -161,8 +154,6 @@ class Plan(JsonResult, ShownAsPage):
         """Return lines of Python."""
         return python_lines(self.choice.setting, self.growth)
 
-
-# -- page -------------------------------------------------------------------------------------------------------------
 
 TONES: dict[str, Style] = {"faster": "good", "slower": "bad"}
 
@@ -298,9 +289,6 @@ def _conditions(plan: Plan) -> Pairs:
             ("time", f"{plan.seconds:.0f} s"),
         )
     )
-
-
-# -- what to type -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,6 @@ from halfstep.measure.subject import Measurable, Settings, subject_of
 from halfstep.precision.hardware import Device, describe
 from halfstep.status_line import OnProgress
 
-# -- reasons ----------------------------------------------------------------------------------------------------------
-# Give the reasons for each part of a choice, by comparing it with the setting that differs in that part alone.
-
-
 Cells = Mapping[StepSetting, Cell]
 
 
@@ -106,9 +102,6 @@ def _splits(choice: Cell, baseline: StepSetting, cells: Cells, facts: CaseFacts)
 def split(setting: StepSetting) -> str:
     """Return the micro-batches and their size as text."""
     return f"{setting.microbatches} × {setting.batch}"
-
-
-# -- plan -------------------------------------------------------------------------------------------------------------
 
 
 SECONDS = 180.0

@@ -17,9 +17,6 @@ from halfstep.measure.timing import TimedRace, race, warm
 from halfstep.measure.worker_process import CandidateFailed, OpenedCandidate
 from halfstep.numbers import size
 
-# -- memory fit -------------------------------------------------------------------------------------------------------
-
-
 MARGIN = 0.1
 """Share of the free memory that is left alone: allocators round up, and predictions are not exact."""
 
@@ -70,10 +67,6 @@ def free_bytes(device: torch.device) -> int | None:
         return None
 
 
-# -- budget -----------------------------------------------------------------------------------------------------------
-# Count the time of a plan.
-
-
 class TimeBudget:
     """A time limit in seconds, counted from construction."""
 
@@ -90,10 +83,6 @@ class TimeBudget:
         return max(0.0, self.seconds - self.spent)
 
 
-# -- arms -------------------------------------------------------------------------------------------------------------
-# The candidates of a race: each in its own process, or all in this one for the user's live objects.
-
-
 class RacingCandidate(Protocol):
     """The interface of `CandidateProcess`."""
 
@@ -107,9 +96,6 @@ class RacingCandidate(Protocol):
 
 
 MakeCandidate = Callable[[StepSetting], RacingCandidate]
-
-
-# -- arena ------------------------------------------------------------------------------------------------------------
 
 
 SHORTEST_TURN = 0.05

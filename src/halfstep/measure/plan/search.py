@@ -31,10 +31,6 @@ from halfstep.measure.timing import Speed
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 from halfstep.precision.hardware import Ability, Device, ability
 
-# -- space ------------------------------------------------------------------------------------------------------------
-# List the settings to try: the device's formats, the model's layouts, and the splits of a batch.
-
-
 SPLITS = 2
 """Maximum number of times a micro-batch is halved or doubled."""
 
@@ -100,9 +96,6 @@ def doubled(setting: StepSetting) -> Iterator[StepSetting]:
     while pieces % 2 == 0:
         batch, pieces = batch * 2, pieces // 2
         yield replace(setting, batch=batch, microbatches=pieces)
-
-
-# -- search -----------------------------------------------------------------------------------------------------------
 
 
 class Search:
@@ -275,10 +268,6 @@ class Search:
         final = [self.cells[setting] for setting in self.finalists if self.cells[setting].can_be_chosen]
         others = final or [cell for setting, cell in self.cells.items() if setting != self.baseline]
         return [self.cells[self.baseline], *others]
-
-
-# -- growth -----------------------------------------------------------------------------------------------------------
-# Measure larger batches than the recipe's, where memory is left.
 
 
 FACTORS = (2, 4, 8)

@@ -17,9 +17,6 @@ from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 
-# -- fp32 -------------------------------------------------------------------------------------------------------------
-# Raise the errors that end a plan: without a strict fp32 run there is nothing to compare with.
-
 
 def fails_in_fp32(name: str, error: CandidateFailed) -> WrongUse:
     """Return the error for a case whose step raises in strict fp32."""
@@ -50,9 +47,6 @@ def refuse_broken_fp32(name: str, trail: Sequence[float]) -> None:
         allowed="finite losses and gradients in strict fp32: speeds of other steps mean nothing",
         do="look at the data for values that are not finite, and at the learning rate, which may be too large",
     )
-
-
-# -- trials -----------------------------------------------------------------------------------------------------------
 
 
 TOO_SLOW = 5.0

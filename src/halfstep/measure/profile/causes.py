@@ -28,10 +28,6 @@ from halfstep.measure.profile.facts import (
 from halfstep.measure.profile.next_command import layers, listed
 from halfstep.numbers import duration, several
 
-# -- cause ------------------------------------------------------------------------------------------------------------
-# The result of a profile.
-
-
 NOTICEABLE = 0.10
 """The smallest share of a step that a cause must explain to be named."""
 
@@ -49,10 +45,6 @@ class Cause:
     """The command to type, now or after the change."""
     share: float
     """Share of a step's time that it explains."""
-
-
-# -- waiting ----------------------------------------------------------------------------------------------------------
-# Causes in the data: it is slow to read, has too few workers, or restarts its workers for each pass.
 
 
 def slow_data(facts: ProfileFacts) -> Cause | None:
@@ -135,9 +127,6 @@ def _reading(feeding: Feeding) -> str:
     return (
         f"reading a batch takes {duration(feeding.read)} in one process, {duration(feeding.read_cpu)} of it computing"
     )
-
-
-# -- causes -----------------------------------------------------------------------------------------------------------
 
 
 CLEARLY_FASTER = 1.2
@@ -467,10 +456,6 @@ def _compiling_share(warming: Warming) -> float:
     if not counts or sum(1 for count in counts if count) < _OFTEN * len(counts):
         return 0.0
     return sum(compiling) / sum(seconds) if sum(seconds) > 0 else 0.0
-
-
-# -- endings ----------------------------------------------------------------------------------------------------------
-# The results where no cause explains the time: nothing is wrong, or there is little to gain.
 
 
 _GOOD = 1.5

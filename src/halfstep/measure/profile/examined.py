@@ -36,10 +36,6 @@ from halfstep.step.window import Window
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.machine import cores, cores_each
 
-# -- warming ----------------------------------------------------------------------------------------------------------
-# Time the first steps one by one, and check whether torch compiles again in each of them.
-
-
 _MOST, _LEAST = 8, 3
 _LONGEST_REASON = 160
 
@@ -98,9 +94,6 @@ def _last(records: list[Any]) -> Any:
 def _short(reason: str) -> str:
     """Return the guard that failed, without the advice that torch appends."""
     return reason.split("#")[0].split("(HINT")[0].strip()[:_LONGEST_REASON]
-
-
-# -- feeding ----------------------------------------------------------------------------------------------------------
 
 
 _MOST_STEPS, _FEWEST, _READS = 40, 3, 3
@@ -233,9 +226,6 @@ def _endless(data: CaseData) -> Any:
             batches.close()  # type: ignore[attr-defined]
         if first:
             return
-
-
-# -- examined ---------------------------------------------------------------------------------------------------------
 
 
 _STRICT = ("ieee", "none", "")

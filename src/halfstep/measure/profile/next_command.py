@@ -8,10 +8,6 @@ from collections.abc import Sequence
 from halfstep.measure.profile.facts import ProfileFacts
 from halfstep.numbers import many
 
-# -- words ------------------------------------------------------------------------------------------------------------
-# Format numbers and names for a profile.
-
-
 _NAMED = 4
 
 
@@ -25,9 +21,6 @@ def listed(names: Sequence[str]) -> str:
 def layers(names: Sequence[str], kind: str) -> str:
     """Return `layer "2" (Conv2d)`."""
     return f"{many(len(names), 'layer')} {listed(names)}" + (f" ({kind})" if kind else "")
-
-
-# -- typed ------------------------------------------------------------------------------------------------------------
 
 
 _LONGER = 4

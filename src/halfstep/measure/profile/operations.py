@@ -137,8 +137,6 @@ def summed(events: Iterable[ProfilerEvent], lines: Sequence[tuple[int, str | Non
     return Kernels(shares, convolutions / whole, top, most_other, code)
 
 
-# -- the user's code between operations -------------------------------------------------------------------------------
-
 _LONG_GAP = 1_000_000
 """Nanoseconds between two operations: dispatch takes a fiftieth of it."""
 _EVERY = 0.001
@@ -240,10 +238,6 @@ def _seen(event: Any) -> ProfilerEvent:
         asked_by=event.linked_correlation_id() if on_device else 0,
         on_device=on_device,
     )
-
-
-# -- layers -----------------------------------------------------------------------------------------------------------
-# Record what a step computes by layer: the format of its work, and layers with misaligned channels.
 
 
 ALIGNED = 8
@@ -372,10 +366,6 @@ def layout_of(tensor: Tensor) -> torch.memory_format:
         if tensor.dim() == dimensions and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous():
             return layout
     return torch.contiguous_format
-
-
-# -- padding ----------------------------------------------------------------------------------------------------------
-# Measure the gain of padding: a layer as it is against one with its channels at the next multiple of 8.
 
 
 _PAIRS, _FEWEST = 100, 16

@@ -102,9 +102,6 @@ def count(make_case: Callable[[], Case], setting: StepSetting, layout: RankLayou
         return _sharded(case, setting, precision, layout, mesh)
 
 
-# -- one update -------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Update:
     """An update of a fake model, and its communication."""
@@ -177,9 +174,6 @@ def _counted(
     )
 
 
-# -- FSDP and HSDP ----------------------------------------------------------------------------------------------------
-
-
 def _sharded(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout, mesh: Any) -> RankCounts:
     narrow = precision.narrow
     units = shard_units(case.model, narrow)
@@ -250,9 +244,6 @@ class LazyChunks(Sequence[Tensor]):
         each = -(-rows // self._chunks)
         begin = min(range(self._chunks)[index] * each, rows)
         return self._tensor.narrow(self._dim, begin, min(each, rows - begin))
-
-
-# -- DDP --------------------------------------------------------------------------------------------------------------
 
 
 def _replicated(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout) -> RankCounts:

@@ -103,9 +103,6 @@ class ScaleReport(JsonResult, ShownAsPage):
         return Page(f"a step of {self.case} on {self.counts.layout.world:,} ranks", tuple(blocks))
 
 
-# -- page -------------------------------------------------------------------------------------------------------------
-
-
 def _about(report: ScaleReport) -> str:
     how = f"{report.setting.precision}{', recomputing' if report.setting.recompute else ''}"
     counts, layout = report.counts, report.counts.layout

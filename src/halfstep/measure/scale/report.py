@@ -112,9 +112,6 @@ def _setting(case: Case, options: EstimateOptions, target: Target) -> StepSettin
     return replace(case.setting, precision=precision, batch=batch, recompute=recompute, compile=False)
 
 
-# -- layouts ----------------------------------------------------------------------------------------------------------
-
-
 def _fill(
     rows: list[LayoutCost],
     make_case: Callable[[], Case],
@@ -171,9 +168,6 @@ def _sharded(counted: RankCounts, ledger: Ledger, average: int) -> dict[str, int
         "activations": update if late else ledger.working,
         "in flight": 0 if late else counted.in_flight,
     }
-
-
-# -- words ------------------------------------------------------------------------------------------------------------
 
 
 def reason(rows: Sequence[LayoutCost], taken: LayoutCost | None, target: Target, sharding: str) -> str:

@@ -70,9 +70,6 @@ def _world(device: torch.device) -> tuple[int, str]:
     return min(count, MOST_RANKS), str(backend)
 
 
-# -- one rank ---------------------------------------------------------------------------------------------------------
-
-
 def decisions(device: torch.device) -> dict[str, Any]:
     """Take the windows on this rank of a process group, and return how each ended, as plain data."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1

@@ -29,10 +29,6 @@ from halfstep.train.signals import asked_to_stop
 from halfstep.train.task import no_progress
 from halfstep.train.weights import save_weights
 
-# -- key --------------------------------------------------------------------------------------------------------------
-# The cache key: a hash of everything the latents depend on.
-
-
 VERSION = "2"
 """The version of the file layout; a new version does not find older files."""
 LOOKED_AT = 32
@@ -79,10 +75,6 @@ def _times(source: Source) -> str:
         except OSError:  # a sample that cannot be read is replaced when its turn comes
             digest.update(f"{len(name)}:{name} unreadable\n".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
-
-
-# -- chunks -----------------------------------------------------------------------------------------------------------
-# Files of a few hundred latents each, written atomically and verified before use.
 
 
 PER_CHUNK = 256
@@ -207,9 +199,6 @@ def _digest(moments: Tensor, good: Tensor) -> str:
     for tensor in (moments, good):
         digest.update(content(tensor))
     return digest.hexdigest()
-
-
-# -- cache ------------------------------------------------------------------------------------------------------------
 
 
 FOLDER = "latents"
@@ -389,10 +378,6 @@ def _go_on(signals: list[str | None], chunks: Chunks) -> None:
 def _note(chunks: Chunks, encoded: int) -> str:
     what = f"{encoded} of {len(chunks)} files encoded now" if encoded else "found, nothing encoded"
     return f"latents of {chunks.samples:,} samples in {chunks.folder}: {what}"
-
-
-# -- source -----------------------------------------------------------------------------------------------------------
-# A source that yields latents in place of images once they are cached.
 
 
 class LatentSource(WrappedSource):

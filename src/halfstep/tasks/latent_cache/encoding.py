@@ -19,9 +19,6 @@ from halfstep.data.loader import ValLoader
 from halfstep.errors import BadData
 from halfstep.launch_variables import launched_rank
 
-# -- everyone ---------------------------------------------------------------------------------------------------------
-# Collective work: every rank does its part, and an error on one rank is raised on all.
-
 
 def here() -> tuple[int, int]:
     """Return the local rank and the local world size: this rank among those on its host."""
@@ -32,10 +29,6 @@ def here() -> tuple[int, int]:
     return launched.local_rank, launched.local_world_size or 1
 
 
-# -- moments ----------------------------------------------------------------------------------------------------------
-# Moments are an autoencoder's output: the mean and the log variance of each latent.
-
-
 LEAST, MOST = -30.0, 20.0
 """Bounds of the log variance, the same as diffusers'."""
 
@@ -44,9 +37,6 @@ def bounded(moments: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and the clamped log variance; `moments` is one sample or a batch."""
     mean, spread = moments.chunk(2, dim=-3)
     return mean, spread.clamp(LEAST, MOST)
-
-
-# -- encoding ---------------------------------------------------------------------------------------------------------
 
 
 TRIES = 64
@@ -152,10 +142,6 @@ def evenly(count: int, most: int) -> list[int]:
 
 def _as_it_is(sample: Sample) -> Sample:
     return sample
-
-
-# -- scale ------------------------------------------------------------------------------------------------------------
-# The factor that gives latents a standard deviation of 1; it is measured, not assumed.
 
 
 SMALLEST = 1e-6

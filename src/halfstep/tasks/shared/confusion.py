@@ -12,7 +12,6 @@ from torch import Tensor
 from halfstep.precision.island import island
 from halfstep.train.metrics import Metric
 
-# -- counts -----------------------------------------------------------------------------------------------------------
 # Count pairs on the device. Metrics are updated between steps and must not synchronize; `torch.bincount` and boolean
 # indexing do, because the host needs the size of their result.
 
@@ -36,9 +35,6 @@ def counted(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
     tables = torch.zeros(samples * cells, dtype=torch.int64, device=cell.device)
     # Integer sums do not depend on the order, so the atomic additions on a GPU are deterministic.
     return tables.index_add_(0, cell.flatten(), one.expand(cell.numel())).view(samples, *shape)
-
-
-# -- confusion --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -118,10 +114,6 @@ def overlaps(tables: Tensor) -> dict[str, Tensor]:
     many = there.sum(1).clamp(min=1)
     means = {name: torch.where(there, value, 0.0).sum(1) / many for name, value in (("iou", iou), ("dice", dice))}
     return {**means, "accuracy": right}
-
-
-# -- overlap ----------------------------------------------------------------------------------------------------------
-# The overlap of two class maps, as a loss and as a metric.
 
 
 @island

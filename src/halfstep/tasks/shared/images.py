@@ -70,10 +70,6 @@ def side_by_side(pictures: Sequence[Picture], gap: int = 4) -> Picture:
     return np.concatenate(row[1:], axis=1)
 
 
-# -- colours ----------------------------------------------------------------------------------------------------------
-# One color per class, distinct for color-blind viewers too.
-
-
 Mask = np.ndarray[Any, Any]
 
 # Okabe and Ito's palette, after black for the background.
@@ -114,10 +110,6 @@ def _turned(number: int) -> tuple[int, int, int]:
     # 0.381966 of a turn is the golden angle.
     red, green, blue = colorsys.hsv_to_rgb(number * 0.381966 % 1.0, 0.65, 0.95)
     return round(255 * red), round(255 * green), round(255 * blue)
-
-
-# -- shrunk -----------------------------------------------------------------------------------------------------------
-# Shrink large photographs with their masks, and cache the small version in memory.
 
 
 MOST_BYTES = 2**30
@@ -165,7 +157,6 @@ class Shrunk(WrappedSource):
             self._kept[index], self._bytes = sample, self._bytes + size
 
 
-# -- tiles ------------------------------------------------------------------------------------------------------------
 # Evaluate large images in overlapping tiles, joined without seams. Outputs are widened to fp32 for both tiles and whole
 # images, because one batch may hold both.
 

@@ -13,8 +13,6 @@ from torch import nn
 from halfstep.errors import BadData, UnknownName
 from halfstep.files import cache_folder
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
 
 def unknown_among_many(field: str, given: str, known: Collection[str], whose: str) -> UnknownName:
     """Return the error for a name a library does not have, with the closest known names."""
@@ -41,9 +39,6 @@ def check_timms_name(field: str, name: str, prefix: str = "") -> None:
     if tag and name not in tagged:
         names = [prefix + known for known in (architecture, *tagged)]
         raise unknown_among_many(field, prefix + name, names, f"timm for {architecture}")
-
-
-# -- pretrained -------------------------------------------------------------------------------------------------------
 
 
 PATIENCE = 5.0

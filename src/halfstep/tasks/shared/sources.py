@@ -20,10 +20,6 @@ from halfstep.data.video import SUFFIXES, FrameFolders, VideoFiles, Windows, mas
 from halfstep.errors import BadData, BadRecipe
 from halfstep.train.task import Split
 
-# -- clips ------------------------------------------------------------------------------------------------------------
-# Sources of video clips.
-
-
 CLIPS = f"a folder of frames or of such folders; a video or a folder of them ({', '.join(SUFFIXES)})"
 """The inputs of `clips_in`, in words."""
 
@@ -89,9 +85,6 @@ def _is_video(file: Path) -> bool:
 def _windows(root: Path, data: Any, are_videos: bool) -> Windows:
     recordings = VideoFiles(root) if are_videos else FrameFolders(root)
     return Windows(recordings, data.frames, data.every)
-
-
-# -- sources ----------------------------------------------------------------------------------------------------------
 
 
 Make = Callable[[Path], Source]

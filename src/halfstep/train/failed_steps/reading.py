@@ -44,9 +44,6 @@ from halfstep.step.window import Window
 from halfstep.train.run_folder import RECIPE
 from halfstep.train.weights import assignable_buffers, put_buffers
 
-# -- places -----------------------------------------------------------------------------------------------------------
-
-
 FAILED_STEPS = "failed_steps"
 """The folder of failed steps in a run's folder."""
 _FORM_1, _FORM_2 = "trouble", "failed_step.json"
@@ -91,9 +88,6 @@ def refuse_earlier(place: Path) -> None:
             allowed=f"{FAILED_STEPS}/ in form {FORMAT}, as this version writes them",
             do="replay them with the version that wrote them",
         )
-
-
-# -- record -----------------------------------------------------------------------------------------------------------
 
 
 FORMAT = 3
@@ -235,10 +229,6 @@ def recipe_digest(run: Path) -> str:
         return ""
     kept = {key: value for key, value in flat(settings) if not key.startswith(tuple(SAFE))}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
-
-
-# -- loading ----------------------------------------------------------------------------------------------------------
-# Load a failed step into a model: its weights, buffers, batch and random state.
 
 
 MODEL, INPUTS = "model/", "step"

@@ -170,10 +170,6 @@ def _has_changed(attempt: StepInputs) -> bool:
         return False  # a batch that cannot be inspected is not recorded either
 
 
-# -- retention --------------------------------------------------------------------------------------------------------
-# Retain a few failed steps, and the newest one of each cause.
-
-
 def _retain(run: Path, keep: int, disk: Disk) -> None:
     """Remove failed steps until `keep` are left: unreadable ones first, then the oldest whose cause recurs later."""
     for older, newer in pairwise(recorded_in(run)):

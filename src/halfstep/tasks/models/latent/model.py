@@ -19,10 +19,6 @@ from halfstep.precision.precision import widen
 from halfstep.tasks.latent_cache.encoding import bounded
 from halfstep.tasks.models.latent.noise import NoiseSchedule
 
-# -- autoencoder ------------------------------------------------------------------------------------------------------
-# The autoencoder: diffusers' AutoencoderKL, sized by the recipe.
-
-
 CHANNELS_A_GROUP = 4
 """The least channels per normalization group, where widths allow it: a group of one channel would lose its mean."""
 MOST_GROUPS = 32
@@ -60,10 +56,6 @@ def norm_groups(widths: Sequence[int]) -> int:
 def stride_of(config: Mapping[str, Any]) -> int:
     """Return how many pixels, per side, become one latent position."""
     return int(2 ** (len(config["block_out_channels"]) - 1))
-
-
-# -- conditions -------------------------------------------------------------------------------------------------------
-# Conditions of a sample: a class, an image or an embedding, any of which may be absent.
 
 
 @dataclass(frozen=True)
@@ -114,10 +106,6 @@ class ImageCondition(nn.Module):
             x = F.silu(convolution(x))
         out: Tensor = self.last(x)
         return out
-
-
-# -- denoiser ---------------------------------------------------------------------------------------------------------
-# The denoiser: a UNet of diffusers, plain or with cross-attention to the tokens of an embedding.
 
 
 MOST_OF_A_HEAD = 32
@@ -215,9 +203,6 @@ def _blocks(down: str, attentive_down: str, attentive_up: str, up: str, options:
 
 def _head(widths: list[int]) -> int:
     return math.gcd(*widths, MOST_OF_A_HEAD)
-
-
-# -- model ------------------------------------------------------------------------------------------------------------
 
 
 Draw = Callable[[Tensor], Tensor]

@@ -120,10 +120,6 @@ def _velocity(latents: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
     return signal.sqrt() * noise - (1.0 - signal).sqrt() * latents
 
 
-# -- losses -----------------------------------------------------------------------------------------------------------
-# Losses of the autoencoder and the denoiser, in fp32.
-
-
 @island
 def reconstruction(predicted: Tensor, image: Tensor) -> Tensor:
     """Return the mean squared error per pixel."""
@@ -146,10 +142,6 @@ def divergence(moments: Tensor, image: Tensor) -> Tensor:
 def squared_errors(predicted: Tensor, target: Tensor) -> Tensor:
     """Return the mean squared error of each sample."""
     return (predicted - target).square().flatten(1).mean(1)
-
-
-# -- quarters ---------------------------------------------------------------------------------------------------------
-# The denoising error by noise level.
 
 
 PARTS = 4

@@ -103,9 +103,6 @@ def plain_config(module: Any) -> dict[str, object]:
     return {name: value for name, value in dict(module.config).items() if not name.startswith("_")}
 
 
-# -- of a run ---------------------------------------------------------------------------------------------------------
-
-
 def _from_run(folder: Path) -> AutoencoderKL:
     _trained_one(folder)
     path = next((folder / name for name in (BEST, LAST) if (folder / name).is_file()), None)
@@ -143,9 +140,6 @@ def _trained_one(folder: Path) -> None:
         used = model.autoencoder
         do = TRAIN_ONE if used in ("new", "none") else f"write model.autoencoder={used}, which that run used"
         raise BadData(f"{folder} trained a denoiser, and no autoencoder", allowed=allowed, do=do)
-
-
-# -- of diffusers -----------------------------------------------------------------------------------------------------
 
 
 def _from_diffusers(folder: Path, part: str, kinds: Mapping[str, object], do: str) -> tuple[Any, dict[str, object]]:
@@ -239,9 +233,6 @@ def _own_scale(config: Mapping[str, object], place: Path) -> float | None:
     return float(scale)
 
 
-# -- of both ----------------------------------------------------------------------------------------------------------
-
-
 def _sketch(kind: Any, config: Any, where: Path, size: int) -> Any:
     """Return the module on the meta device, after checking that `size` bytes of weights suffice for it.
 
@@ -285,10 +276,6 @@ def _unreadable(place: Path, why: str) -> BadData:
         allowed=f"{CONFIG} and {WEIGHTS} as save_pretrained writes them, or the folder of a finished run",
         do="save or copy it again; it may be cut off, or edited",
     )
-
-
-# -- going on ---------------------------------------------------------------------------------------------------------
-# A resumed run uses its own copies of the parts, even if their original folders are gone.
 
 
 ORIGIN = "autoencoder_origin"
@@ -347,10 +334,6 @@ def _from_checkpoint(run: ResumableRun, origin: Mapping[str, Any]) -> Pretrained
             do=f"bring both back from a copy, or {begin_again()}",
         ) from error
     return PretrainedAutoencoder(module.eval(), origin.get("scale"), str(origin.get("digest")), dict(config or {}))
-
-
-# -- origins ----------------------------------------------------------------------------------------------------------
-# The origin of a run's autoencoder and denoiser: new, a folder, or the run's own facts.
 
 
 DENOISER = "denoiser"
@@ -429,10 +412,6 @@ class PartBuilder:
         denoiser = pretrained_denoiser(self._options.denoiser)
         self._denoiser = {"kind": type(denoiser).__name__, **plain_config(denoiser)}
         return denoiser
-
-
-# -- building ---------------------------------------------------------------------------------------------------------
-# Build the model of a diffusion recipe: its parts, its frozen parts, its islands.
 
 
 def latent_diffusion(options: Any, data: Any, asked: Asked, origins: PartBuilder) -> LatentDiffusion:

@@ -18,9 +18,6 @@ from halfstep.tasks.models.latent.model import Condition, LatentDiffusion
 from halfstep.tasks.models.latent.noise import Draws, schedule_settings
 from halfstep.train.task import no_progress
 
-# -- wanted -----------------------------------------------------------------------------------------------------------
-# The conditions to draw samples for: classes in turn, or those of the first samples of a source.
-
 
 def classes_in_turn(classes: int, count: int, device: torch.device) -> Condition:
     """Return the classes 0, 1, 2, … repeated; a grid with one column per class then has one class in each column."""
@@ -47,9 +44,6 @@ def first_conditions(source: Source, ready: Transform, part: str, count: int, de
             do="check data.path and data.val in the run's recipe.yaml",
         )
     return Condition.of(torch.stack([found[n % len(found)] for n in range(count)]).to(device))
-
-
-# -- sampling ---------------------------------------------------------------------------------------------------------
 
 
 AT_ONCE = 32

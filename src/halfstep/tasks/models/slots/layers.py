@@ -11,10 +11,6 @@ from torch import Tensor, nn
 
 from halfstep.precision.island import island
 
-# -- loudness ---------------------------------------------------------------------------------------------------------
-# Convolutions initialized to preserve the variance of a signal.
-
-
 Layer = TypeVar("Layer", nn.Conv2d, nn.ConvTranspose2d)
 
 
@@ -35,10 +31,6 @@ def as_loud(layer: Layer) -> Layer:
     return layer
 
 
-# -- positions --------------------------------------------------------------------------------------------------------
-# Position embeddings.
-
-
 class Positions(nn.Module):
     """Adds a linear embedding of the distances to the four borders.
 
@@ -56,9 +48,6 @@ class Positions(nn.Module):
         down, across = down[:, None].expand(high, wide), across.expand(high, wide)
         places: Tensor = self.project(torch.stack([down, 1.0 - down, across, 1.0 - across], dim=-1))
         return features + places.permute(2, 0, 1)
-
-
-# -- transformer ------------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -125,10 +114,6 @@ class TellingBlock(nn.Module):
         return out
 
 
-# -- frame encoder ----------------------------------------------------------------------------------------------------
-# The encoder from a frame to the positions that slots compete for.
-
-
 LAYERS = 4
 """Convolutions per frame; the first ones have stride 2."""
 
@@ -154,9 +139,6 @@ class FrameEncoder(nn.Module):
         seen = self.positions(self.look(frames))
         out: Tensor = self.mix(seen.flatten(2).transpose(1, 2))
         return out
-
-
-# -- decoders ---------------------------------------------------------------------------------------------------------
 
 
 SMALLEST_GRID = 8
@@ -215,10 +197,6 @@ def _even(layer: nn.ConvTranspose2d) -> nn.ConvTranspose2d:
     return layer
 
 
-# -- token decoder ----------------------------------------------------------------------------------------------------
-# The autoregressive decoder predicts the tokens of a frame one after another from its slots.
-
-
 class TokenDecoder(nn.Module):
     """Predicts each of `places` tokens from the slots and the tokens before it."""
 
@@ -245,10 +223,6 @@ class TokenDecoder(nn.Module):
             x = layer(x, told)
         out: Tensor = self.say(self.norm(x))
         return out
-
-
-# -- discrete autoencoder ---------------------------------------------------------------------------------------------
-# A discrete autoencoder maps a frame to tokens of a small vocabulary and back.
 
 
 SMALLEST = 1e-30

@@ -21,10 +21,6 @@ from halfstep.tasks.models.slots.layers import (
     TransformerBlock,
 )
 
-# -- slot attention ---------------------------------------------------------------------------------------------------
-# Slot attention: slots compete for the positions of a frame.
-
-
 FARTHEST = 1e30
 """A finite stand-in for logits that overflowed in 16 bits: as certain as infinity, but differences remain defined."""
 
@@ -115,9 +111,6 @@ def weights_of_places(likeness: Tensor) -> Tensor:
 def _bounded(likeness: Tensor) -> Tensor:
     """Clamp infinities to finite numbers; NaN stays NaN, so the step is skipped."""
     return likeness.clamp(-FARTHEST, FARTHEST)
-
-
-# -- model ------------------------------------------------------------------------------------------------------------
 
 
 COLDEST = 0.1
@@ -252,10 +245,6 @@ def squared_error(predicted: Tensor, frames: Tensor) -> Tensor:
 def surprise(told: Tensor, tokens: Tensor) -> Tensor:
     """Return the cross-entropy per token, in nats, of N × places × vocabulary."""
     return F.cross_entropy(told.flatten(0, 1), tokens.flatten())
-
-
-# -- contrast ---------------------------------------------------------------------------------------------------------
-# Temporal contrast: a slot should resemble itself in the next frame more than any other slot.
 
 
 SHORTEST = 1e-3
