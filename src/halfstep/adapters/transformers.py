@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,7 +125,11 @@ class HalfstepMixin(_Trainer):
                 **self._options,
             )
             order_gradients_by(self.hosted.stepper, model)
-            _take_over(self.optimizer, self.hosted, self._after)
+            # Turn a prepared optimizer into a `_HostedOptimizer`; everyone who holds it keeps the same object.
+            # A torch schedule has put its own wrapper of `step` on the instance, in front of the class.
+            vars(self.optimizer).pop("step", None)
+            self.optimizer.__class__ = _HostedOptimizer
+            self.optimizer.hosted, self.optimizer.after = self.hosted, self._after
             self.accelerator.backward = self._backward
             self.accelerator.clip_grad_norm_ = _ClippedLater(clipping)
             if self._resumed_from is not None:
@@ -249,14 +253,6 @@ class _HostedOptimizer(AcceleratedOptimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last window moved no weight; the Trainer then leaves its schedule alone."""
         return not self.hosted.moved
-
-
-def _take_over(optimizer: Any, hosted: HostedStep, after: Callable[[StepReport], None]) -> None:
-    """Turn a prepared optimizer into a `_HostedOptimizer`; everyone who holds it keeps the same object."""
-    # A torch schedule has put its own wrapper of `step` on the instance, in front of the class.
-    vars(optimizer).pop("step", None)
-    optimizer.__class__ = _HostedOptimizer
-    optimizer.hosted, optimizer.after = hosted, after
 
 
 def _clipping(limit: Any) -> Clipping:

@@ -95,7 +95,11 @@ def known_page(
         blocks += _formats(formats)
     if gpus is not None:
         aside = "what auto takes without measuring; halfstep estimate RECIPE --device NAME for memory"
-        blocks += [Heading("GPUs", aside), _gpus(gpus)]
+        cells = [
+            (row.id, row.name, f"{row.gib:.0f} GiB", " ".join(row.native) or "-", Span(row.precision, "good"))
+            for row in gpus
+        ]
+        blocks += [Heading("GPUs", aside), _table(("--device", "GPU", "memory", "native", "choose"), cells)]
     if known_bad is not None:
         blocks += [Heading("Known to be bad", "in the versions that are installed here"), *map(box_of, known_bad)]
     return Page("number formats, GPUs and libraries", tuple(blocks))
@@ -126,14 +130,6 @@ def _bits(row: FormatRow) -> Text:
     """Return one letter per bit, so that formats can be compared below each other."""
     letters = (Span("s", strong=True), Span("e" * row.exponent, "note"), Span("f" * row.fraction, "good"))
     return (Span(f"{row.name:<9}", "dim"), *letters)
-
-
-def _gpus(rows: Sequence[GpuRow]) -> Table:
-    cells = [
-        (row.id, row.name, f"{row.gib:.0f} GiB", " ".join(row.native) or "-", Span(row.precision, "good"))
-        for row in rows
-    ]
-    return _table(("--device", "GPU", "memory", "native", "choose"), cells)
 
 
 def _table(titles: Sequence[str], rows: Iterable[tuple[Text, ...]]) -> Table:

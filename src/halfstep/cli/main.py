@@ -35,7 +35,9 @@ def main() -> None:
     # Commands print log messages in their own reports; without a handler, logging would print warnings to stderr.
     logging.getLogger("halfstep").addHandler(logging.NullHandler())
     _print_anywhere()
-    heard = _heard(sys.argv[1:2])
+    # The signals that end a run with 75 from its first moment on, while modules are imported too.
+    in_main = threading.current_thread() is threading.main_thread()
+    heard = stop_signals() if sys.argv[1:2] == ["train"] and in_main else []
     before = {number: signal.getsignal(number) for number in [*heard, signal.SIGINT]}
     try:
         for number in heard:
@@ -60,12 +62,6 @@ def main() -> None:
     finally:
         clear()
         _restore_handlers(before)
-
-
-def _heard(command: list[str]) -> list[signal.Signals]:
-    """Return the signals that end a run with 75 from its first moment on, while modules are imported too."""
-    in_main = threading.current_thread() is threading.main_thread()
-    return stop_signals() if command == ["train"] and in_main else []
 
 
 def _restore_handlers(before: Mapping[signal.Signals, Callable[[int, FrameType | None], object] | int | None]) -> None:

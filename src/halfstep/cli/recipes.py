@@ -48,9 +48,18 @@ def run(
     if action not in ACTIONS:
         action, recipe, more = "explain", _recipe_or_action(action), recipe
     if action == "list":
-        _list(json)
+        from halfstep.recipe.explain_page import shipped_table
+
+        found = shipped()
+        words = Paragraph(
+            "halfstep train NAME runs one; halfstep recipes NAME says what it sets.", gap=True, wrap=False
+        )
+        show_result({"recipes": found}, Page("recipes", (shipped_table(found), words)), json)
     elif action == "schema":
-        _print_schema()
+        from halfstep.recipe.explain import editor_schema
+        from halfstep.runs.registry import task_schemas
+
+        print_json(editor_schema(task_schemas()))
     elif script:
         _copy_script(recipe, more, json)
     elif action == "copy":
@@ -77,21 +86,6 @@ def shipped() -> list[Shipped]:
 
     raw = {name: read_recipe(name).raw for name in recipe_names()}
     return [Shipped(name, str(content.get("task")), str(content.get("about", ""))) for name, content in raw.items()]
-
-
-def _list(json: bool) -> None:
-    from halfstep.recipe.explain_page import shipped_table
-
-    found = shipped()
-    words = Paragraph("halfstep train NAME runs one; halfstep recipes NAME says what it sets.", gap=True, wrap=False)
-    show_result({"recipes": found}, Page("recipes", (shipped_table(found), words)), json)
-
-
-def _print_schema() -> None:
-    from halfstep.recipe.explain import editor_schema
-    from halfstep.runs.registry import task_schemas
-
-    print_json(editor_schema(task_schemas()))
 
 
 def _copy(recipe: str, to: str | None, json: bool) -> None:

@@ -134,17 +134,13 @@ def _launched(resolved: Resolved, stopping: Stopping, options: dict[str, Any]) -
 
     # A signal that came while torch was loading.
     stopping.leave_unbegun()
-    if not _has_accelerator():
+    import torch
+
+    if not torch.accelerator.is_available():
         # glibc returns large blocks to the system, and the next step would fault every page in again; must precede the
         # first large allocation.
         keep_freed_memory()
     return launch(resolved, command=_command(), on_hang=end_hung, **options)
-
-
-def _has_accelerator() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()
 
 
 def _command() -> str:

@@ -316,7 +316,11 @@ def _wanted(container: Any, stream: Any, frames: range) -> Iterator[Tensor]:
     left = list(frames)
     for before, (at, frame) in enumerate(_from(container, stream, frames.start)):
         if left and at >= left[0]:
-            pixels = _pixels(frame)
+            if frame.width * frame.height > MOST_PIXELS:
+                raise Unreadable(f"{frame.width} × {frame.height} pixels, more than {MOST_PIXELS:,}")
+            # Phones record rotated video, and store the angle.
+            upright = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+            pixels = torch.from_numpy(np.ascontiguousarray(upright)).permute(2, 0, 1)
         # With a variable frame rate, a missing frame is replaced by the one that follows.
         while left and at >= left[0]:
             left.pop(0)
@@ -358,11 +362,3 @@ def _numbered(container: Any, stream: Any, start: int, per_frame: Any) -> Iterat
     if frame is not None:
         # With a variable frame rate, the last frame may be shown for several: it stands for all of them.
         yield round((frame.pts - start + (frame.duration or 0)) / per_frame) - 1, frame
-
-
-def _pixels(frame: Any) -> Tensor:
-    if frame.width * frame.height > MOST_PIXELS:
-        raise Unreadable(f"{frame.width} × {frame.height} pixels, more than {MOST_PIXELS:,}")
-    # Phones record rotated video, and store the angle.
-    upright = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
-    return torch.from_numpy(np.ascontiguousarray(upright)).permute(2, 0, 1)

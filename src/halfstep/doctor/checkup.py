@@ -359,13 +359,9 @@ def _nan_handling(sources: Sequence[SettingSource]) -> str:
     own = next((source for source in sources if source.halfstep), None)
     if own is None:
         return "not set here (halfstep.Stepper skips such steps)"
-    mode = _guard_mode(own.guard)
+    said = own.guard.get("mode") if isinstance(own.guard, Mapping) else own.guard
+    mode = str(said or GuardOptions().mode)
     return "off: such steps are skipped, and their cause is not named" if mode == "off" else f"guard: {mode}"
-
-
-def _guard_mode(written: object) -> str:
-    said = written.get("mode") if isinstance(written, Mapping) else written
-    return str(said or GuardOptions().mode)
 
 
 def _final(sources: Sequence[SettingSource], verdict: SettingsVerdict) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.doctor.located import box_of
 from halfstep.draw.notebook import ShownAsPage
 from halfstep.json_data import JsonResult, json_data
-from halfstep.page import Block, Column, Heading, Page, Pairs, Paragraph, Span, Table, Text
+from halfstep.page import Column, Heading, Page, Pairs, Paragraph, Span, Table, Text
 
 if TYPE_CHECKING:
     from halfstep.doctor.wheel import Build
@@ -68,6 +68,10 @@ class DeviceReport(JsonResult, ShownAsPage):
         from halfstep.precision.hardware import facts
 
         build = tuple((key, words) for key, words in self.build.as_dict().items() if key != "torch")
+        precision = self.choice.precision
+        asked = f"asked for {self.choice.asked}" + (f" ({self.choice.took})" if self.choice.took else "")
+        verdict = (Span(precision.name, "good", strong=True), f"  {asked}: {precision.summary}")
+        rungs = ((rung.name, "taken" if rung.accepted else "rejected", rung.reason) for rung in self.choice.rungs)
         return Page(
             f"halfstep on {self.device.name}",
             (
@@ -80,7 +84,8 @@ class DeviceReport(JsonResult, ShownAsPage):
                 Heading("torch's fp32 switches", "a run sets its own and puts these back"),
                 Pairs(tuple(self.flags.items())),
                 Heading("Choice"),
-                *_choice(self.choice),
+                Paragraph(verdict, indent=True),
+                Table((Column(), Column(), Column()), tuple(rungs), gap=True),
                 *map(box_of, self.findings),
             ),
         )
@@ -103,14 +108,6 @@ def _format_table(formats: tuple[FormatReport, ...]) -> Table:
         ratios = (*map(row.speedups.get, _OPERATIONS), row.combined)
         rows.append((row.name, native, *(f"{ratio:.2f}x" if ratio else "-" for ratio in ratios), row.reason))
     return Table((*columns, Column("why", wrap="fold")), tuple(rows))
-
-
-def _choice(choice: Choice) -> tuple[Block, ...]:
-    precision = choice.precision
-    asked = f"asked for {choice.asked}" + (f" ({choice.took})" if choice.took else "")
-    verdict = (Span(precision.name, "good", strong=True), f"  {asked}: {precision.summary}")
-    rungs = ((rung.name, "taken" if rung.accepted else "rejected", rung.reason) for rung in choice.rungs)
-    return Paragraph(verdict, indent=True), Table((Column(), Column(), Column()), tuple(rungs), gap=True)
 
 
 def examine(

@@ -81,7 +81,9 @@ def _plan_precision(folder: str, wanted: str, variables: Mapping[str, str]) -> d
     texts: dict[str, str] = {}
     for _ in range(_MOST):
         project, runs, findings = examine_project(folder, variables, texts)
-        edits = _settled_edits(project, runs, wanted)
+        # The edits after which every setting of every run asks for `wanted`.
+        said = [s for run in runs for s in run.settings() if s.claim and s.value != NOT_GIVEN]
+        edits = list(edits_to_all(_against(runs, wanted), wanted, said, project.texts))
         edits = edits or edits_of(f for f in findings if fixes_precision(f) and f.severity == "error")
         if not edits:
             break
@@ -108,12 +110,6 @@ def _plan_precision(folder: str, wanted: str, variables: Mapping[str, str]) -> d
 def _against(runs: Sequence[Run], wanted: str) -> list[FoundSetting]:
     said = [s for run in runs for s in run.settings() if s.claim and s.value != NOT_GIVEN and s.decides]
     return [setting for setting in said if _speaks_against(setting, wanted)]
-
-
-def _settled_edits(project: Project, runs: Sequence[Run], wanted: str) -> list[Edit]:
-    """Return the edits after which every setting of every run asks for `wanted`."""
-    said = [s for run in runs for s in run.settings() if s.claim and s.value != NOT_GIVEN]
-    return list(edits_to_all(_against(runs, wanted), wanted, said, project.texts))
 
 
 def _speaks_against(setting: FoundSetting, wanted: str) -> bool:

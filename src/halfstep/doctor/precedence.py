@@ -131,7 +131,8 @@ def provenance(
     rule = rule_for(tool, start)
     if rule is None:
         return None
-    known = _places_of(tool)
+    # Every place that the tool reads when it is started in one way or another.
+    known = {place for rule in RULES if rule.tool == tool for place in rule.order}
     speaking = [setting for setting in settings if setting.claim]
     read = [s for s in speaking if place_of(s) in rule.order]
     unread = [s for s in speaking if place_of(s) in known - set(rule.order)]
@@ -144,11 +145,6 @@ def provenance(
         # Where accelerate is silent, the DeepSpeed file that it was given decides.
         winners = [s for s in speaking if s.kind == "deepspeed" and s.claim and s.claim.says]
     return Provenance(tool, start, winners, [s for s in read if s not in winners], unread, rule.refuses)
-
-
-def _places_of(tool: str) -> set[str]:
-    """Return every place that the tool reads when it is started in one way or another."""
-    return {place for rule in RULES if rule.tool == tool for place in rule.order}
 
 
 def _decides(tool: str, setting: FoundSetting) -> bool:

@@ -115,9 +115,15 @@ def _read(project: Project, place: str) -> None:
         if suffix == ".py":
             _python(project, place, text)
         elif suffix == ".ipynb":
-            _notebook(project, place, text)
+            # Look for mistakes in the cells; nothing is edited in a notebook.
+            code = code_of(text) if any(word in text for word in ("autocast", "GradScaler", "torch")) else None
+            found = [finding for check in CHECKS for finding in check(place, code)] if code else []
+            project.findings += [replace(finding, edits=()) for finding in found]
         elif suffix in _CONFIGURATIONS:
-            _configuration(project, place, text)
+            source = from_configuration(place, text)
+            if source:
+                project.sources.append(source)
+                project.texts[place] = text
         elif (suffix or _SHEBANG.match(text)) and launch.SPEAKS.search(text):
             project.launches += from_shell(place, text)
             project.texts[place] = text
@@ -152,20 +158,6 @@ def _python(project: Project, place: str, text: str) -> None:
     # Right after the settings, so that the file is parsed once.
     for check in CHECKS:
         project.findings += check(place, text)
-
-
-def _notebook(project: Project, place: str, text: str) -> None:
-    """Look for mistakes in the cells; nothing is edited in a notebook."""
-    code = code_of(text) if any(word in text for word in ("autocast", "GradScaler", "torch")) else None
-    found = [finding for check in CHECKS for finding in check(place, code)] if code else []
-    project.findings += [replace(finding, edits=()) for finding in found]
-
-
-def _configuration(project: Project, place: str, text: str) -> None:
-    source = from_configuration(place, text)
-    if source:
-        project.sources.append(source)
-        project.texts[place] = text
 
 
 def _unreadable(place: str, error: HalfstepError) -> LocatedFinding:

@@ -164,16 +164,12 @@ def _takes_the_default(run: Run) -> bool:
     return run.launch is not None and run.start == ACCELERATE and not any(s.kind == "accelerate" for s in run.sources)
 
 
-def _compared(run: Run, rows: Sequence[Provenance]) -> list[FoundSetting]:
-    """Return the settings that must agree: those that win in their tool, and those that no tool ranks."""
-    # Without a winner the settings that were read say what everybody believes: `fp16: false` and `bf16: false`.
-    lost = [setting for row in rows for setting in (*(row.overrode if row.winners else ()), *row.unread)]
-    return [setting for setting in run.settings() if setting not in lost]
-
-
 def _verdict(run: Run, rows: Sequence[Provenance]) -> SettingsVerdict:
     """Return the precision of a run, and the conflicts between settings that are known to belong together."""
-    compared = _compared(run, rows)
+    # The settings that must agree: those that win in their tool, and those that no tool ranks.
+    # Without a winner the settings that were read say what everybody believes: `fp16: false` and `bf16: false`.
+    lost = [setting for row in rows for setting in (*(row.overrode if row.winners else ()), *row.unread)]
+    compared = [setting for setting in run.settings() if setting not in lost]
     found = judge([setting for setting in compared if setting.decides])
     if found.precision is None:
         # What the project's own flags say is shown, and compared with nothing.

@@ -27,15 +27,11 @@ def line_for(setting: FoundSetting, precision: str) -> str:
     if setting.kind == "environment":
         return _variable(setting, precision)
     if setting.kind == "deepspeed":
-        return _deepspeed(setting, precision)
+        # A file that uses DeepSpeed's old spelling must not get both spellings.
+        old = setting.key.partition(".")[0] == "bfloat16"
+        names = {"fp16": "fp16", "bf16": "bfloat16" if old else "bf16"}
+        return ", ".join(f'"{name}": {{"enabled": {str(one == precision).lower()}}}' for one, name in names.items())
     return " and ".join(_written(setting, target) for target in _targets(setting, precision))
-
-
-def _deepspeed(setting: FoundSetting, precision: str) -> str:
-    # A file that uses DeepSpeed's old spelling must not get both spellings.
-    old = setting.key.partition(".")[0] == "bfloat16"
-    names = {"fp16": "fp16", "bf16": "bfloat16" if old else "bf16"}
-    return ", ".join(f'"{name}": {{"enabled": {str(one == precision).lower()}}}' for one, name in names.items())
 
 
 def _variable(setting: FoundSetting, precision: str) -> str:
@@ -182,7 +178,8 @@ def _edits(
         if setting.place.endswith((".py", ".ipynb")):
             # Python is edited for mistakes in code only.
             return None
-        line = _line(setting, texts)
+        lines = lines_of(texts.get(setting.place, ""))
+        line = lines[setting.line - 1].rstrip("\r\n") if setting.line and setting.line <= len(lines) else None
         place = (setting.place, setting.line or 0)
         before = edits[place].after if place in edits else line
         after = _changed_line(setting, precision, paired, before) if before is not None else None
@@ -200,11 +197,6 @@ def _are_flags(one: FoundSetting, other: FoundSetting) -> bool:
 def _format_of(setting: FoundSetting) -> str:
     words = re.findall(r"fp16|bf16|bfloat16", setting.key)
     return words[-1].replace("bfloat16", "bf16") if words else ""
-
-
-def _line(setting: FoundSetting, texts: Mapping[str, str]) -> str | None:
-    lines = lines_of(texts.get(setting.place, ""))
-    return lines[setting.line - 1].rstrip("\r\n") if setting.line and setting.line <= len(lines) else None
 
 
 def _changed_line(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:

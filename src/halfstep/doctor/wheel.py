@@ -125,18 +125,14 @@ def has_kernels(capability: Version, architectures: Iterable[str]) -> bool:
     """
     for name in architectures:
         # sm_100 is 10.0: the last digit is the minor version.
-        built = divmod(_number(name), 10)
+        found = re.search(r"\d+", name)
+        built = divmod(int(found[0]) if found else 0, 10)
         if name.endswith("a"):
             if built == capability:
                 return True
         elif built <= capability and (name.startswith("compute_") or built[0] == capability[0]):
             return True
     return False
-
-
-def _number(architecture: str) -> int:
-    found = re.search(r"\d+", architecture)
-    return int(found[0]) if found else 0
 
 
 def read_build() -> Build:

@@ -221,7 +221,10 @@ _OF_SPEED = {name: name.removeprefix("halfstep_") for name in HELP if name.endsw
 def _metrics(latest: Latest, saved_at: float) -> dict[str, list[Sample]]:
     """Return the samples of each metric that events tell; values that are not known are None."""
     start, memory = latest.start, latest.speed.get("memory") or {}
-    found = {"halfstep_info": [Sample(1, _info(start))]}
+    precision, versions = start.get("precision") or {}, start.get("versions") or {}
+    facts = {"label": start.get("label"), "host": start.get("host"), "precision": precision.get("chosen")}
+    facts |= {"device": (start.get("device") or {}).get("name"), "version": versions.get("halfstep")}
+    found = {"halfstep_info": [Sample(1, {name: str(value or "") for name, value in facts.items()})]}
     found["halfstep_planned_attempts"] = [Sample(start.get("steps"), {})]
     found |= {name: [Sample(latest.step.get(field), {})] for name, field in _OF_STEPS.items()}
     found |= {name: [Sample(latest.speed.get(field), {})] for name, field in _OF_SPEED.items()}
@@ -240,13 +243,6 @@ def _metrics(latest: Latest, saved_at: float) -> dict[str, list[Sample]]:
 def _labels(start: Event) -> dict[str, str]:
     """Return the labels of every sample: they tell runs apart that one collector reads."""
     return {"run": str(start.get("dir", "")), "job": str(start.get("job") or "")}
-
-
-def _info(start: Event) -> dict[str, str]:
-    precision, versions = start.get("precision") or {}, start.get("versions") or {}
-    facts = {"label": start.get("label"), "host": start.get("host"), "precision": precision.get("chosen")}
-    facts |= {"device": (start.get("device") or {}).get("name"), "version": versions.get("halfstep")}
-    return {name: str(value or "") for name, value in facts.items()}
 
 
 def _lines(metrics: Mapping[str, list[Sample]], shared: Mapping[str, str]) -> Iterator[str]:

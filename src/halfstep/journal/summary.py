@@ -167,12 +167,6 @@ def summarize(path: Path) -> Summary:
     return reading.done()
 
 
-def _first_attempt(path: Path) -> int:
-    """Return the attempt of the first step in the files that are left of a journal; 1 without one."""
-    attempts = (_attempt(event) for event in saved_events(path) if event["event"] == STEP)
-    return next((attempt for attempt in attempts if attempt), 1)
-
-
 def _attempt(event: Event) -> int:
     """Return the attempt of a step; 0 where it is no valid one."""
     attempt = event.get("attempt")
@@ -184,7 +178,9 @@ class _Reading:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._first: int = _first_attempt(path)
+        # The attempt of the first step in the files that are left of a journal; 1 without one.
+        attempts = (_attempt(event) for event in saved_events(path) if event["event"] == STEP)
+        self._first: int = next((attempt for attempt in attempts if attempt), 1)
         self._found = Summary(Spans.of(self._first, self._first))
         self._lowest = _LARGEST_ATTEMPT
         """The lowest attempt that was read: what comes before it in the journal with a higher one was done again."""

@@ -55,7 +55,8 @@ class Candidate:
         self.stepper = Stepper(self.model, case.optimizer(self.model), precision=setting.precision, observe=observe)
         self._stopwatch = Stopwatch(self.device)
         # Freshly seeded, not the caller's states: all candidates draw the same random numbers from the start.
-        self._generators = _first_states(self.device)
+        kinds = dict.fromkeys((torch.device("cpu"), self.device))
+        self._generators = [torch.Generator(kind).manual_seed(SEED).get_state() for kind in kinds]
         self.trail: list[float] = []
         """Losses of the updates so far: of those applied, and of those skipped with a non-finite loss."""
 
@@ -115,12 +116,6 @@ class Candidate:
             # Drawn on the CPU: a device's generator would give other numbers for the same seed.
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.mul_(1 + share * noise.to(parameter))
-
-
-def _first_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of freshly seeded generators: the CPU's, then the device's."""
-    kinds = dict.fromkeys((torch.device("cpu"), device))
-    return [torch.Generator(kind).manual_seed(SEED).get_state() for kind in kinds]
 
 
 def _graphs() -> int:

@@ -234,7 +234,8 @@ def is_unknown(operation: Operation) -> bool:
         return True
     if function.namespace == "aten":
         if packet in _FORMULAS:
-            return _is_of_two_sparse(operation)
+            operands = _operands(operation)
+            return len(operands) == 2 and all(operand.layout is not torch.strided for operand in operands)
         words = set(packet.__name__.strip("_").split("_"))
         return bool(words & _HEAVY) and not words & _LIGHT and bool(_floating(operation))
     if function.namespace in _CHEAP or packet in _FORMULAS or function.is_view or torch.Tag.pointwise in function.tags:
@@ -292,11 +293,6 @@ def _numbers(tensor: Tensor) -> int:
     if tensor.layout is torch.strided:
         return tensor.numel()
     return (tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()).numel()
-
-
-def _is_of_two_sparse(operation: Operation) -> bool:
-    operands = _operands(operation)
-    return len(operands) == 2 and all(operand.layout is not torch.strided for operand in operands)
 
 
 def _format(operand: Tensor) -> str:

@@ -195,7 +195,8 @@ class NonfiniteOrigins:
         if packet in _LIFTS:
             self._literals(operation)
         # A view shares its storage, which is known already.
-        if _is_view(operation):
+        schema = _schema(operation)
+        if schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
             return
         written = _results(operation)
         spoiled = [] if packet in _UNSET else [t for t in written if not all_finite(t)]
@@ -428,24 +429,15 @@ def _results(operation: Operation) -> list[Tensor]:
 def written_by(operation: Operation) -> list[Tensor]:
     """Return the tensors that an operation wrote into, as far as its schema tells."""
     if _packet(operation) in _NORMALISES:
-        return _statistics(operation)
+        # The running statistics that a batch normalization updates in training.
+        arguments = operation.arguments
+        return _tensors(arguments[3:5]) if len(arguments) > 5 and arguments[5] else []
     schema = _schema(operation)
     taken = () if schema is None else schema.arguments
     if not any(a.alias_info is not None and a.alias_info.is_write for a in taken):
         return []
     given = {**dict(zip((a.name for a in taken), operation.arguments, strict=False)), **operation.keywords}
     return _tensors([given.get(a.name) for a in taken if a.alias_info is not None and a.alias_info.is_write])
-
-
-def _statistics(operation: Operation) -> list[Tensor]:
-    """Return the running statistics that a batch normalization updates in training."""
-    arguments = operation.arguments
-    return _tensors(arguments[3:5]) if len(arguments) > 5 and arguments[5] else []
-
-
-def _is_view(operation: Operation) -> bool:
-    schema = _schema(operation)
-    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 def _asks_for_infinity(operation: Operation) -> bool:

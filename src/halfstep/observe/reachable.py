@@ -138,7 +138,11 @@ def _items(thing: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, FunctionType):
         # torch has many functions, and none of them holds objects of a user.
         if not (thing.__module__ or "").startswith("torch."):
-            yield from _of_function(thing)
+            yield from ((f".{name}", item) for name, item in closure_of(thing).items())
+            known = thing.__globals__
+            yield from ((f".{name}", known[name]) for name in global_names(thing.__code__) if name in known)
+            yield from (("", item) for item in thing.__defaults__ or ())
+            yield from ((f".{name}", item) for name, item in (thing.__kwdefaults__ or {}).items())
     elif isinstance(thing, MethodType):
         yield from (("", thing.__func__), ("", thing.__self__))
     elif isinstance(thing, functools.partial):
@@ -149,23 +153,11 @@ def _items(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, (list, tuple, set, frozenset)):
         yield from ((f"[{number}]", item) for number, item in enumerate(thing))
     else:
-        yield from _of_object(thing)
-
-
-def _of_object(thing: Any) -> Iterator[tuple[str, Any]]:
-    held: dict[str, object] = getattr(thing, "__dict__", {})
-    if isinstance(thing, nn.Module):
-        yield from ((f".{name}", module) for name, module in thing._modules.items())
-        held = {name: item for name, item in held.items() if not name.startswith("_")}
-    yield from ((f".{name}", item) for name, item in held.items())
-
-
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    yield from ((f".{name}", item) for name, item in closure_of(function).items())
-    known = function.__globals__
-    yield from ((f".{name}", known[name]) for name in global_names(function.__code__) if name in known)
-    yield from (("", item) for item in function.__defaults__ or ())
-    yield from ((f".{name}", item) for name, item in (function.__kwdefaults__ or {}).items())
+        held: dict[str, object] = getattr(thing, "__dict__", {})
+        if isinstance(thing, nn.Module):
+            yield from ((f".{name}", module) for name, module in thing._modules.items())
+            held = {name: item for name, item in held.items() if not name.startswith("_")}
+        yield from ((f".{name}", item) for name, item in held.items())
 
 
 @functools.lru_cache(maxsize=256)

@@ -32,7 +32,7 @@ def recipe_names() -> list[str]:
 def read_recipe(name_or_path: str) -> RawRecipe:
     """Read a recipe by name or path; raise BadRecipe if there is none or it is not valid YAML."""
     label, text = recipe_text(name_or_path)
-    return RawRecipe(label, read_yaml(text, _where(name_or_path)), text)
+    return RawRecipe(label, read_yaml(text, name_or_path if is_path(name_or_path) else f"recipe {name_or_path}"), text)
 
 
 def recipe_of(content: Mapping[str, object]) -> RawRecipe:
@@ -67,7 +67,10 @@ def recipe_text(name_or_path: str) -> tuple[str, str]:
         path = Path(name_or_path)
         return _label(path), decoded(read_bounded(path), name_or_path)
     if name_or_path not in recipe_names():
-        raise _unknown(name_or_path)
+        names = recipe_names()
+        near = nearest(name_or_path, names)
+        hint = f"did you mean {near}?" if near else "give a name from the list, or a path that ends in .yaml"
+        raise BadRecipe(f"there is no recipe {name_or_path[:80]!r}", allowed=", ".join(names), do=hint)
     return name_or_path, (_packaged() / f"{name_or_path}.yaml").read_text(encoding="utf-8")
 
 
@@ -78,10 +81,6 @@ def is_path(name_or_path: str) -> bool:
 
 def _packaged() -> Any:
     return resources.files("halfstep") / "recipes"
-
-
-def _where(name_or_path: str) -> str:
-    return name_or_path if is_path(name_or_path) else f"recipe {name_or_path}"
 
 
 def _label(path: Path) -> str:
@@ -114,10 +113,3 @@ def read_bounded(path: Path) -> bytes:
         raise BadRecipe(
             f"{path}: {reason}", allowed="a .yaml file that can be read", do=f"look for it with ls {path.parent}"
         ) from None
-
-
-def _unknown(name: str) -> BadRecipe:
-    names = recipe_names()
-    near = nearest(name, names)
-    hint = f"did you mean {near}?" if near else "give a name from the list, or a path that ends in .yaml"
-    return BadRecipe(f"there is no recipe {name[:80]!r}", allowed=", ".join(names), do=hint)

@@ -74,17 +74,13 @@ def _run_speed(run: RunFacts) -> str:
 
 
 def _run_memory(run: RunFacts, columns: list[dict[str, Any]]) -> str:
-    peaks = _peaks(columns)
+    found = {text(fields(one.get("setting")).get("precision"), 20): number(one.get("peak")) for one in columns}
+    peaks = {name: peak for name, peak in found.items() if known(peak) and peak > 0}
     if run.chosen in peaks and "fp32" in peaks and run.chosen != "fp32":
         return less_memory(peaks[run.chosen], peaks["fp32"], run.chosen)
     if run.chosen in peaks:
         return f"{numbers.size(peaks[run.chosen])} of tensors at the peak of an update, predicted"
     return f"not predicted: halfstep report {shlex.quote(str(run.folder))} --examine"
-
-
-def _peaks(columns: list[dict[str, Any]]) -> dict[str, float]:
-    found = {text(fields(one.get("setting")).get("precision"), 20): number(one.get("peak")) for one in columns}
-    return {name: peak for name, peak in found.items() if known(peak) and peak > 0}
 
 
 def less_memory(peak: float, base: float, name: str) -> str:

@@ -171,15 +171,11 @@ def _outcome(run: RunFacts) -> str:
         best = f"best {metric_name(run.metric)} {numbers.value(value)}{when}"
         return f"{best} after {numbers.duration(run.recorded.seconds)}"
     if run.state.word not in (FINISHED, RUNNING) and run.why:
-        return _first_clause(run.why)
+        # A message up to its first full stop or semicolon; all of it stands further down.
+        ends = [at for mark in (". ", "; ", "\n") if (at := run.why.find(mark)) > 0]
+        return text(run.why[: min(ends, default=len(run.why))], 300).rstrip(".")
     last = f"last {metric_name(run.metric)} {numbers.value(run.final)}" if known(run.final) else NONE_YET
     return f"{last} after {numbers.duration(run.recorded.seconds)}"
-
-
-def _first_clause(said: str) -> str:
-    """Return a message up to its first full stop or semicolon; all of it stands further down."""
-    ends = [at for mark in (". ", "; ", "\n") if (at := said.find(mark)) > 0]
-    return text(said[: min(ends, default=len(said))], 300).rstrip(".")
 
 
 def _observed_aside(run: RunFacts) -> str:

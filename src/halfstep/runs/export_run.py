@@ -58,7 +58,11 @@ def export(
     """
     folder = Path(os.path.expanduser(run))
     file = None if out is None else Path(os.path.expanduser(out))
-    kind = _format(format, file)
+    # The format given by name, or by the suffix of the file.
+    by_suffix = next((kind for kind, suffix in SUFFIXES.items() if file is not None and file.suffix == suffix), None)
+    if format is not None and format not in SUFFIXES:
+        raise unknown_name(advice("--format", "format"), format, SUFFIXES)
+    kind = format or by_suffix or "safetensors"
     file = file or folder / f"{FILE}{SUFFIXES[kind]}"
     _refuse(folder, file, kind, overwrite)
     from halfstep.train.run_folder import recipe_in
@@ -170,14 +174,6 @@ def _sha256(file: Path) -> str:
         while block := written.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _format(format: str | None, out: Path | None) -> str:
-    """Return the format given by name, or by the suffix of the file."""
-    by_suffix = next((kind for kind, suffix in SUFFIXES.items() if out is not None and out.suffix == suffix), None)
-    if format is not None and format not in SUFFIXES:
-        raise unknown_name(advice("--format", "format"), format, SUFFIXES)
-    return format or by_suffix or "safetensors"
 
 
 def _refuse(folder: Path, file: Path, format: str, overwrite: bool) -> None:

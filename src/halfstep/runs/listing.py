@@ -110,6 +110,7 @@ def _row(run: Path, written_at: float) -> RunRow:
     state = state_of(run, last.get(END, {}))
     start, step = last.get(START, {}), last.get(STEP, {})
     metric, value = _best(result or last.get(EPOCH, {}), start)
+    seconds = max((number(event.get("time")) for event in last.values()), default=0.0)
     return RunRow(
         name=run.name or str(run),
         state=state.word,
@@ -120,7 +121,7 @@ def _row(run: Path, written_at: float) -> RunRow:
         steps=_count(step.get("attempt")),
         planned=_count(start.get("steps")),
         skips=_skips(step, result),
-        seconds=_seconds(last),
+        seconds=seconds if 0.0 < seconds < float("inf") else None,
         age=max(0.0, time.time() - written_at),
     )
 
@@ -195,11 +196,6 @@ def _skips(step: Event, result: Mapping[str, object]) -> int | None:
         return max(0, attempt - applied)
     counts = [_count(count) for count in _fields(result.get("skipped")).values()]
     return sum(count for count in counts if count) if result else None
-
-
-def _seconds(last: Mapping[str, Event]) -> float | None:
-    seconds = max((number(event.get("time")) for event in last.values()), default=0.0)
-    return seconds if 0.0 < seconds < float("inf") else None
 
 
 def _fields(value: object) -> dict[str, object]:

@@ -186,7 +186,11 @@ def refuse_early(resolved: Resolved, *, new: bool, accepted: Collection[str]) ->
     options = task_options(recipe.task)
     if options is None:
         return
-    _check_packages((*EVERY_RUN, *options.NEEDS))
+    for name in (*EVERY_RUN, *options.NEEDS):
+        # find_spec looks a package up without importing it.
+        if find_spec(name) is None:
+            error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+            raise missing_extra(error) or error
     options.check(recipe)
     _check_data(recipe.data)
     if begins and recipe.model.weights not in NO_FILE:
@@ -197,14 +201,6 @@ def _state(resolved: Resolved, accepted: Collection[str]) -> str:
     if launched_rank().world_size > 1:
         return NEW  # another rank may have opened the folder already; rank 0 checks it later for all
     return check_run(resolved.recipe, resolved.label, drawn=resolved.drawn, accepted=accepted)
-
-
-def _check_packages(names: Iterable[str]) -> None:
-    for name in names:
-        # find_spec looks a package up without importing it.
-        if find_spec(name) is None:
-            error = ModuleNotFoundError(f"No module named {name!r}", name=name)
-            raise missing_extra(error) or error
 
 
 def _check_data(data: Any) -> None:

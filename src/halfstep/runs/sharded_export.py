@@ -89,7 +89,11 @@ def weights_in_checkpoint(generation: CheckpointDir, averaged: bool) -> Iterator
     manifest, plain = read_manifest(generation), read_plain(generation, 0)
     checked_components(plain, str(generation.path))
     try:
-        stored = _stored_names(plain, averaged)
+        # The names of a checkpoint's tensors by the names that the model's `state_dict` has.
+        weights, ema = plain["weights"], (plain["ema"] if averaged else None) or {"averages": {}, "buffers": {}}
+        kept = {**weights["parameters"], **ema["averages"], **weights["buffers"], **ema["buffers"]}
+        unsaved = set(weights["non_persistent_buffers"])
+        stored = {name: entry[f"${TENSOR}"] for name, entry in kept.items() if name not in unsaved}
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(generation.path, error) from error
     with ExitStack() as opened:
@@ -123,14 +127,6 @@ def weights_in_checkpoint(generation: CheckpointDir, averaged: bool) -> Iterator
 
 
 _NOWHERE = torch.device("meta")
-
-
-def _stored_names(plain: Mapping[str, Any], averaged: bool) -> dict[str, str]:
-    """Return the names of a checkpoint's tensors by the names that the model's `state_dict` has."""
-    weights, ema = plain["weights"], (plain["ema"] if averaged else None) or {"averages": {}, "buffers": {}}
-    kept = {**weights["parameters"], **ema["averages"], **weights["buffers"], **ema["buffers"]}
-    unsaved = set(weights["non_persistent_buffers"])
-    return {name: entry[f"${TENSOR}"] for name, entry in kept.items() if name not in unsaved}
 
 
 def _damaged(path: Path, reason: object) -> BadData:

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ _SHORTEST = 2
 def device_facts(device: Device) -> dict[str, Any]:
     """Return the device, the versions, the flags and the settings of this process as plain data."""
     now = conditions(device.place)
+    plain = {name: without_names(os.environ[name]) for name in _PLAIN if name in os.environ}
     return {
         "device": {
             "kind": device.kind,
@@ -46,13 +46,8 @@ def device_facts(device: Device) -> dict[str, Any]:
         },
         "flags": {**now["flags"], "mkldnn.available": str(torch.backends.mkldnn.is_available())},
         **{name: now[name] for name in ("threads", "cores", "load")},
-        "settings": _settings(os.environ),
+        "settings": plain | {name: "set" for name in sorted(os.environ) if name.startswith(_NAMED)},
     }
-
-
-def _settings(environment: Mapping[str, str]) -> dict[str, str]:
-    plain = {name: without_names(environment[name]) for name in _PLAIN if name in environment}
-    return plain | {name: "set" for name in sorted(environment) if name.startswith(_NAMED)}
 
 
 def _memory(device: Device) -> int | None:

@@ -38,7 +38,9 @@ def selftest(names: Sequence[str], *, device: str | None = None, on_part: OnPart
                 report["parts"].append(parts.row(name))
         except KeyboardInterrupt:
             report["interrupted"] = True
-            report["parts"] += [_not_run(name) for name in names[len(report["parts"]) :]]
+            report["parts"] += [
+                _row(name, SKIPPED, 0.0, figure="interrupted") for name in names[len(report["parts"]) :]
+            ]
     report["passed"] = not report["interrupted"] and all(row["result"] != FAILED for row in report["parts"])
     return report | {"seconds": round(time.perf_counter() - began, 1)}
 
@@ -105,10 +107,6 @@ class _PartProcess(CandidateProcess):
 
 def _row(name: str, result: str, seconds: float, *, figure: str = "", error: str | None = None) -> dict[str, Any]:
     return {"part": name, "result": result, "figure": figure, "figures": {}, "error": error, "seconds": seconds}
-
-
-def _not_run(name: str) -> dict[str, Any]:
-    return _row(name, SKIPPED, 0.0, figure="interrupted")
 
 
 @contextmanager

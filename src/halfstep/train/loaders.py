@@ -143,19 +143,15 @@ def _fingerprint(*sources: Source) -> Fingerprint:
     return Fingerprint.from_dict(found)
 
 
-def _at_most_cores(asked: int) -> tuple[int, str]:
-    """Limit the workers to the cores: more only take turns, and torch warns about them in every epoch."""
-    if asked <= (most := cores()):
-        return asked, ""
-    return most, f"num_workers {most}: {asked} were requested, but this machine has {most} cores"
-
-
 def _workers(
     samples: Samples, order: Order, collate: Collate, recipe: AnyRecipe, device: torch.device, measured: int | None
 ) -> tuple[int, str]:
     """Return the recipe's number of workers; `auto` is measured once per run, on rank 0."""
     if recipe.train.num_workers != "auto":
-        return _at_most_cores(recipe.train.num_workers)
+        # Limit the workers to the cores: more only take turns, and torch warns about them in every epoch.
+        if recipe.train.num_workers <= (most := cores()):
+            return recipe.train.num_workers, ""
+        return most, f"num_workers {most}: {recipe.train.num_workers} were requested, but this machine has {most} cores"
     if measured is not None:
         return measured, f"num_workers {measured}: as measured when the run began"
     here = torch.empty(0, device=device).is_cpu

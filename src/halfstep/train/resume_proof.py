@@ -82,7 +82,9 @@ def prove(
     with rng_preserved():
         auto_choices = AutoChoices.from_dict(_read(whole[0]).auto_choices) if whole else None
         loop = build(_made(folder / "one"), auto_choices, None)
-        begin = _begin(whole, loop.planned, steps)
+        if loop.planned < 2 * steps:
+            raise _too_short(f"a run of {loop.planned} steps", loop.planned, steps)
+        begin = next((one for one in whole if loop.planned - one.attempt >= 2 * steps), None)
         remedies = None if begin is None else remedies_in(_read(begin).guards)
         # The model has to be built with the remedies in place, and only the checkpoint knows them.
         if remedies is not None and remedies.placed:
@@ -94,12 +96,6 @@ def prove(
         shutil.rmtree(folder / "one")
         two = _in_two_parts(build, _made(folder / "two"), (loop.live.auto_choices, remedies), begin, steps, counted)
     return _judged(one, two, steps, begin.attempt if begin else 0)
-
-
-def _begin(whole: Sequence[CheckpointDir], planned: int, steps: int) -> CheckpointDir | None:
-    if planned < 2 * steps:
-        raise _too_short(f"a run of {planned} steps", planned, steps)
-    return next((one for one in whole if planned - one.attempt >= 2 * steps), None)
 
 
 def _whole_part(loop: Loop, begin: CheckpointDir | None, count: int, counted: _Counted) -> _Part:

@@ -123,18 +123,14 @@ def _take(path: Path) -> FolderLock:
             # The folder may have been cleared since the open: the locked file would then have no name.
             if _is_still(path, descriptor):
                 _refuse_running_here(path.parent, descriptor)
-                return _signed(path.parent, descriptor)
+                token = secrets.token_hex(8)
+                text = json.dumps(asdict(Holder.own(token))).encode() + b"\n"
+                return FolderLock(path.parent, descriptor, token, is_signed=_write(descriptor, text))
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
     raise OSError(errno.EBUSY, f"{LOCK} is removed again and again")
-
-
-def _signed(folder: Path, descriptor: int) -> FolderLock:
-    token = secrets.token_hex(8)
-    text = json.dumps(asdict(Holder.own(token))).encode() + b"\n"
-    return FolderLock(folder, descriptor, token, is_signed=_write(descriptor, text))
 
 
 def _lock_now(folder: Path, descriptor: int) -> None:
@@ -370,7 +366,8 @@ def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted:
     path = run_dir(recipe, label)
     try:
         if not path.exists():
-            _refuse_long(path)
+            # Raises OSError for a path that is too long, with the longest name in a run's folder.
+            (path / CHECKPOINTS / ("x" * 64) / ("x" * 64)).exists()
             return NEW
         _refuse_foreign(_made(path))
         if _written(path) is None:
@@ -398,7 +395,10 @@ def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collectio
             draft.unlink()
         write_text(path / RECIPE, to_yaml(placed))
         return RunFolder(path, NEW, placed, held)
-    before = _before(path, written)
+    result = read_json(path / RESULT)
+    saved = generations(path / CHECKPOINTS)
+    known = result if isinstance(result, dict) or result is None else {}
+    before = SavedRun(written, known, saved[0].attempt if saved else 0)
     own = {EXTENSIONS} if recipe.schedule.extensions in ([], before.extensions) else set()
     changed = changes(written, recipe, ignore={"run.dir", *own, *drawn})
     if before.result is not None and EXTEND not in accepted:
@@ -413,13 +413,6 @@ def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collectio
         section, name = key.split(".")
         placed = _with(placed, key, written.get(section, {}).get(name))
     return RunFolder(path, UNFINISHED, placed, held, changed, before.result)
-
-
-def _before(path: Path, written: dict[str, Any]) -> SavedRun:
-    result = read_json(path / RESULT)
-    saved = generations(path / CHECKPOINTS)
-    known = result if isinstance(result, dict) or result is None else {}
-    return SavedRun(written, known, saved[0].attempt if saved else 0)
 
 
 def _longer(recipe: Any, before: SavedRun, accepted: Collection[str]) -> Any:
@@ -444,11 +437,6 @@ def keep_recipe(path: Path, recipe: Any) -> None:
 def is_finished(path: Path) -> bool:
     """Return whether the run in this folder is finished."""
     return read_json(path / RESULT) is not None
-
-
-def _refuse_long(path: Path) -> None:
-    """Raise OSError where a path that is to be made is too long, with the longest name of a run in it."""
-    (path / CHECKPOINTS / ("x" * 64) / ("x" * 64)).exists()
 
 
 def _made(path: Path) -> Path:

@@ -284,7 +284,10 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> R
     """
     now = State.of(live)
     changed = changes(saved.recipe, live.recipe)
-    data = _data_changes(live, saved, changed, accepted)
+    same_keys("the position", ["progress", "bad_samples", "data_fingerprint", "journal_sizes"], saved.position)
+    data = different(Fingerprint.from_dict(saved.position["data_fingerprint"]), live.data_fingerprint)
+    if data and DATA not in accepted:
+        raise _other_data(data, [str(one) for one in changed if one.key in PLACES])
     recipe = [str(one) for one in _recipe_changes(live, saved, changed, accepted)]
     is_longer = any(one.key in LENGTH for one in changed)
     # `auto` may resolve to another precision on another device, with the same recipe.
@@ -295,11 +298,18 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> R
     elif EXTEND in accepted and is_longer:
         saved = replace(saved, lr_schedulers=_moved_lr_schedulers(live, now, saved))
     if data:
-        saved = _with_other_data(saved)
+        # The state without quarantined samples: their numbers belong to other samples now.
+        progress = {**saved.position["progress"], "quarantined": [], "suspected": []}
+        saved = replace(saved, position={**saved.position, "progress": progress})
     _check_precision(now, saved)
     _check_weights(live, now, saved)
-    _check_form(now, saved)
-    _check_rest(live, now, saved)
+    for name, levels in FORM.items():
+        _same_form(f"{name} of the run", getattr(now, name), getattr(saved, name), levels)
+    live.epoch_metrics.check_state(saved.counts["epoch"])
+    check_generators(saved.rng, live.parts.stepper.device)
+    same_keys("the progress", vars(live.progress), saved.position["progress"])
+    _check_lr_schedulers(now, saved)
+    check_guards(live.parts.stepper, saved.guards)
     live.parts.stepper.load_state_dict(_of_stepper(live, saved))  # raises before it changes anything
     _put(live, saved)
     if recipe or (EXTEND in accepted and is_longer):
@@ -319,14 +329,6 @@ def _recipe_changes(live: RunObjects, saved: State, changed: list[Change], accep
     return changed
 
 
-def _data_changes(live: RunObjects, saved: State, changed: list[Change], accepted: Collection[str]) -> list[str]:
-    same_keys("the position", ["progress", "bad_samples", "data_fingerprint", "journal_sizes"], saved.position)
-    lines = different(Fingerprint.from_dict(saved.position["data_fingerprint"]), live.data_fingerprint)
-    if lines and DATA not in accepted:
-        raise _other_data(lines, [str(one) for one in changed if one.key in PLACES])
-    return lines
-
-
 def _other_data(lines: list[str], moved: list[str]) -> StateMismatch:
     """Return the error for changed data. A mistyped folder is more likely than changed files."""
     title, back = "the data has changed since the start of the run:", "restore the data"
@@ -339,12 +341,6 @@ def _other_data(lines: list[str], moved: list[str]) -> StateMismatch:
         do=f"{back}, {add_option('accept_data_change')} to continue with this data, or {option('new')} to start again",
         id="data-changed",
     )
-
-
-def _with_other_data(saved: State) -> State:
-    """Return the state without quarantined samples: their numbers belong to other samples now."""
-    progress = {**saved.position["progress"], "quarantined": [], "suspected": []}
-    return replace(saved, position={**saved.position, "progress": progress})
 
 
 def _adapted(live: RunObjects, now: State, saved: State) -> State:
@@ -454,11 +450,6 @@ def _other_optimizer(now: State, saved: State, optimizer: str) -> Iterator[str]:
         yield "has its parameters in other groups, or in another order"
 
 
-def _check_form(now: State, saved: State) -> None:
-    for name, levels in FORM.items():
-        _same_form(f"{name} of the run", getattr(now, name), getattr(saved, name), levels)
-
-
 def _same_form(what: str, own: Any, saved: Any, levels: int) -> None:
     if not isinstance(own, Mapping) or not isinstance(saved, Mapping):
         same_keys(what, [type(own).__name__], [type(saved).__name__])
@@ -467,14 +458,6 @@ def _same_form(what: str, own: Any, saved: Any, levels: int) -> None:
         for key in own:
             if levels > 1:
                 _same_form(f"{what}, {key}", own[key], saved[key], levels - 1)
-
-
-def _check_rest(live: RunObjects, now: State, saved: State) -> None:
-    live.epoch_metrics.check_state(saved.counts["epoch"])
-    check_generators(saved.rng, live.parts.stepper.device)
-    same_keys("the progress", vars(live.progress), saved.position["progress"])
-    _check_lr_schedulers(now, saved)
-    check_guards(live.parts.stepper, saved.guards)
 
 
 def _check_lr_schedulers(now: State, saved: State) -> None:

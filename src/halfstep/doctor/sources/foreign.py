@@ -89,7 +89,11 @@ class _Builder:
             node, _ = self._open.pop()
             self._keys.pop()
             if isinstance(node, dict) and _MERGE in node:
-                _merge(node)
+                # Add the keys of `<<` that a mapping lacks.
+                merged = node.pop(_MERGE)
+                for other in merged if isinstance(merged, list) else [merged]:
+                    for key, value in other.items() if isinstance(other, dict) else ():
+                        node.setdefault(key, value)
         return not isinstance(event, yaml.DocumentEndEvent)
 
     def _node(self, event: Any) -> None:
@@ -133,14 +137,6 @@ def _scalar(event: Any, where: str) -> Any:
         return event.value
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if kind == "float" and is_number else value
-
-
-def _merge(node: dict[str, object]) -> None:
-    """Add the keys of `<<` that a mapping lacks."""
-    merged = node.pop(_MERGE)
-    for other in merged if isinstance(merged, list) else [merged]:
-        for key, value in other.items() if isinstance(other, dict) else ():
-            node.setdefault(key, value)
 
 
 def _read_toml(text: str, where: str) -> Read:

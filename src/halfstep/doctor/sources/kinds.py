@@ -136,18 +136,14 @@ def from_configuration(place: str, text: str) -> SettingSource | None:
     document = foreign_document_of(place, text)
     if json and _is_vocabulary(document.content):
         return None
-    if _is_recipe(document.content) and not json:
+    task = document.content.get("task")
+    if isinstance(task, str) and (task in _TASKS or ":" in task) and not json:
         # A recipe of halfstep, which is read as `halfstep train` reads it.
         source = recipe_settings(document_of("recipe", place, text))
     else:
         kind = kind_of(document.content, text, json)
         source = _READERS[kind](Document(kind, place, document.content, document.lines, text))
     return source if source.precision or source.training or source.names or source.halfstep else None
-
-
-def _is_recipe(content: Mapping[str, object]) -> bool:
-    task = content.get("task")
-    return isinstance(task, str) and (task in _TASKS or ":" in task)
 
 
 def _is_vocabulary(content: Mapping[str, object]) -> bool:

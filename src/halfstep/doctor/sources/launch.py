@@ -204,10 +204,6 @@ def _around_script(words: Sequence[Word]) -> tuple[Sequence[Word], str, Sequence
             return words[:index], words[index + 1].text, words[index + 2 :]
         if word.text.endswith(".py") or (index == 0 and _FILE.fullmatch(word.text)):
             return words[:index], word.text, words[index + 1 :]
-    return _recipe_name(words)
-
-
-def _recipe_name(words: Sequence[Word]) -> tuple[Sequence[Word], str, Sequence[Word]]:
     first = words[0].text if words else ""
     return ((), first, words[1:]) if first and not first.startswith("-") else ((), "", ())
 

@@ -106,7 +106,11 @@ def from_python(place: str, text: str) -> SettingSource:
         if _last(call) == "add_argument":
             _argument(found, call)
     for call in calls:
-        _call(found, call)
+        last = _last(call)
+        reader = _CALLS.get(last) or (_training_arguments if _ARGUMENT_CLASSES.fullmatch(last) else None)
+        if reader:
+            reader(found, call, found.script.names(call.func))
+        _numbers(found, call, last)
     for opened in found.facts.autocasts.on:
         # One in fp32 is an island, and `accelerator.autocast()` follows the precision of its library.
         if opened.format != "fp32" and "accelerator" not in (path_of(opened.call.func) or "").lower():
@@ -176,14 +180,6 @@ def _value(found: Found, node: ast.expr) -> tuple[object, str]:
         return found.arguments[node.attr][0], node.attr
     constant = found.script.constant(node)
     return (_Unknown if constant is ... else constant), ""
-
-
-def _call(found: Found, call: ast.Call) -> None:
-    last = _last(call)
-    reader = _CALLS.get(last) or (_training_arguments if _ARGUMENT_CLASSES.fullmatch(last) else None)
-    if reader:
-        reader(found, call, found.script.names(call.func))
-    _numbers(found, call, last)
 
 
 def _say(found: Found, call: ast.Call, keyword: str, tool: str, claim_for: Claims) -> None:

@@ -267,7 +267,7 @@ def _too_large(made: Made) -> str:
 
 
 def _of_zero(made: Made) -> str:
-    name, given = _short(made.name), made.given
+    name, given = made.name.rpartition(".")[2].strip("_").removesuffix("_backward"), made.given
     if made.on_purpose or (any(word in name for word in _SOFT) and any(MINUS_INF in each.kinds for each in given)):
         return "is over a row that is all -inf"
     if any(each.kinds for each in made.operands) and not any(each.kinds for each in given):
@@ -329,7 +329,3 @@ def _largest(made: Made) -> float:
 
 def _kinds(made: Made) -> str:
     return " and ".join(sorted(made.kinds)) or "nothing finite"
-
-
-def _short(name: str) -> str:
-    return name.rpartition(".")[2].strip("_").removesuffix("_backward")

@@ -247,13 +247,9 @@ def audit(
     measured = subject_of(subject, loss_fn, batch, settings)
     name, make_case = measured.name, measured.open
     target = device_named(device or "here")
-    if _is_here(target, device):
+    if device is None or (target.device.kind in present() and torch.device(target.device.place).type in present()):
         return _Audited(name, make_case(), target, precision, progress).audit()
     return _described(name, make_case, target, precision)
-
-
-def _is_here(target: Target, asked: str | None) -> bool:
-    return asked is None or (target.device.kind in present() and torch.device(target.device.place).type in present())
 
 
 class _Audited:

@@ -58,6 +58,11 @@ def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResu
     per_epoch = in_epoch / speed if speed else None
     watts = _median([(event.get("gpu") or {}).get("power_watts") for event in _all(events, "speed")])
     observed = [event["text"] for event in _all(events, "precision_check")]
+    memories = [event.get("memory") or {} for event in _all(events, "speed")]
+    device = [found["device_peak_bytes"] for found in memories if found.get("device_peak_bytes")]
+    host = [found["host_bytes"] for found in memories if found.get("host_bytes")]
+    # The journal's samples come last, because the peak may lie between two of them.
+    peak = max(device, default=None) or resident or max(host, default=None)
     return RunResult(
         seed=seed,
         metric=to_float(end["metrics"].get(start["metric"]["name"])),
@@ -66,7 +71,7 @@ def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResu
         samples_per_second=speed,
         epochs=end["steps"] / start["steps_per_epoch"],
         curve=_curve(events),
-        peak_bytes=_peak(events, resident),
+        peak_bytes=peak,
         skipped=_skipped(epochs),
         joules_per_epoch=watts * per_epoch if watts and per_epoch else None,
         observed=observed[-1] if observed else "",
@@ -101,14 +106,6 @@ def _curve(events: Sequence[Event]) -> tuple[tuple[float, float], ...]:
         return tuple(validated)
     steps = [(float(event["time"]), to_float(event["loss"])) for event in _all(events, "step")]
     return smoothed(steps, max(1, min(_SMOOTH, len(steps) // 5)))
-
-
-def _peak(events: Sequence[Event], resident: int | None) -> int | None:
-    memories = [event.get("memory") or {} for event in _all(events, "speed")]
-    device = [found["device_peak_bytes"] for found in memories if found.get("device_peak_bytes")]
-    host = [found["host_bytes"] for found in memories if found.get("host_bytes")]
-    # The journal's samples come last, because the peak may lie between two of them.
-    return max(device, default=None) or resident or max(host, default=None)
 
 
 def _skipped(epochs: Sequence[Event]) -> dict[str, int]:

@@ -483,7 +483,10 @@ def _ending(facts: ProfileFacts) -> Cause:
         return Cause("not-measured", _too_little(facts), "", "give it longer", next_command.longer(facts), 0.0)
     # A cause may be in a stage that was not measured, so nothing is called healthy.
     if facts.skipped:
-        return _partly(facts, facts.speed)
+        sentence = (
+            f"not measured: {', '.join(facts.skipped)}. The other parts show no cause: {_gain(facts, facts.speed)}"
+        )
+        return Cause("not-measured", sentence, _where(facts), "give it longer", next_command.longer(facts), 0.0)
     if not facts.narrow:
         return Cause(
             "already-fast",
@@ -495,7 +498,8 @@ def _ending(facts: ProfileFacts) -> Cause:
             else next_command.planned(facts),
             0.0,
         )
-    if _as_fast_as_can_be(facts, facts.speed):
+    most = facts.ceiling if facts.ceiling is not None else 0.0
+    if facts.speed.low > 1 and facts.speed.speedup >= min(_GOOD, max(CLEARLY_FASTER, _MOST_OF_IT * most)):
         return _fast(facts, facts.speed)
     return _slow(facts, facts.speed)
 
@@ -507,11 +511,6 @@ def _too_little(facts: ProfileFacts) -> str:
         f"the speed was not measured well enough: {several(facts.race.pairs, 'pair')} of steps, and a verdict needs "
         f"{FEWEST_FOR_INTERVAL}"
     )
-
-
-def _partly(facts: ProfileFacts, race: StepTimes) -> Cause:
-    sentence = f"not measured: {', '.join(facts.skipped)}. The other parts show no cause: {_gain(facts, race)}"
-    return Cause("not-measured", sentence, _where(facts), "give it longer", next_command.longer(facts), 0.0)
 
 
 def _gain(facts: ProfileFacts, race: StepTimes) -> str:
@@ -543,11 +542,6 @@ def _slow(facts: ProfileFacts, race: StepTimes) -> Cause:
         next_command.planned(facts),
         0.0,
     )
-
-
-def _as_fast_as_can_be(facts: ProfileFacts, race: StepTimes) -> bool:
-    most = facts.ceiling if facts.ceiling is not None else 0.0
-    return race.low > 1 and race.speedup >= min(_GOOD, max(CLEARLY_FASTER, _MOST_OF_IT * most))
 
 
 def _fast(facts: ProfileFacts, race: StepTimes) -> Cause:

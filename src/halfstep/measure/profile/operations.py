@@ -336,12 +336,8 @@ def _same(layer: Layer) -> tuple[Any, ...]:
         channels(module),
         geometry,
         (layer.shape, layer.dtype, layer.layout),
-        _gradients(layer),
+        (layer.needs_gradient, *(parameter.requires_grad for parameter in layer.module.parameters())),
     )
-
-
-def _gradients(layer: Layer) -> tuple[bool, ...]:
-    return layer.needs_gradient, *(parameter.requires_grad for parameter in layer.module.parameters())
 
 
 def _whose(module: str, declared: tuple[str, ...]) -> str:

@@ -56,7 +56,8 @@ class OwnFunctions(TorchFunctionMode):
             if not isinstance(node, BackwardCFunction):
                 continue
             function: Any = node._forward_cls  # type: ignore[attr-defined]
-            code = _code(function.forward)
+            # The user's code below any decorators; None if it is not Python.
+            code = next(reversed(_codes(function.forward)), None)
             if function in self._reported or code is None or not is_own(code.co_filename):
                 continue
             taken, given = _taken(node), _given(node, outputs)
@@ -124,11 +125,6 @@ def _is_protected(node: Any, function: Any, given: set[Met]) -> bool:
     if under_autocast:
         return any(code.co_filename == _TORCHS_DECORATORS for code in _codes(function.backward))
     return not any(is_narrow(one.dtype) for one in given)
-
-
-def _code(method: Any) -> CodeType | None:
-    """Return the user's code below any decorators; None if it is not Python."""
-    return next(reversed(_codes(method)), None)
 
 
 def _codes(method: Any) -> list[CodeType]:

@@ -87,7 +87,11 @@ def placed(finding: Finding, module: str, line: str | None) -> Finding:
 def _merged(group: list[Spotted]) -> Spotted:
     first = group[0]
     modules = tuple(dict.fromkeys(one.module for one in group))
-    finding = replace(first.finding, evidence=_evidence(first, len(modules)), fix=_fix(first))
+    named = first.module not in ("", OUTSIDE)
+    island = f'island(model, "{first.module}")' if named else "halfstep.island round the function that does it"
+    finding = replace(
+        first.finding, evidence=_evidence(first, len(modules)), fix=first.finding.fix.replace("{island}", island)
+    )
     return replace(first, finding=finding, modules=modules)
 
 
@@ -96,9 +100,3 @@ def _evidence(first: Spotted, modules: int) -> str:
     more = f" and {modules - 1} more" if modules > 1 and module else ""
     place = " ".join(part for part in (first.line, f"{module}{more}") if part)
     return f"{place}: {first.finding.evidence}" if place else first.finding.evidence
-
-
-def _fix(first: Spotted) -> str:
-    named = first.module not in ("", OUTSIDE)
-    island = f'island(model, "{first.module}")' if named else "halfstep.island round the function that does it"
-    return first.finding.fix.replace("{island}", island)

@@ -30,10 +30,12 @@ def check(place: PartContext) -> Measured:
     device, precision = place.device, place.chosen()
     samples, size = _SIZES.get(device.type, _LARGE)
     data = batch(device, samples=samples, size=size)
+    model, optimizer = _trained(device, precision)
+    stepper = Stepper(model, optimizer, precision=precision)
     arms = {
         "by hand": _by_hand(device, precision, data),
         "again": _by_hand(device, precision, data),
-        "stepper": _stepped(device, precision, data),
+        "stepper": lambda: stepper.step(classified, data),
     }
     for arm in arms.values():
         for _ in range(_WARM):
@@ -71,12 +73,6 @@ def _by_hand(device: torch.device, precision: Precision, data: Batch) -> Callabl
         return float(loss.detach())  # as a loop reads its loss; a step reads the device once, too
 
     return step
-
-
-def _stepped(device: torch.device, precision: Precision, data: Batch) -> Callable[[], object]:
-    model, optimizer = _trained(device, precision)
-    stepper = Stepper(model, optimizer, precision=precision)
-    return lambda: stepper.step(classified, data)
 
 
 def _trained(device: torch.device, precision: Precision) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -286,7 +286,9 @@ def cached(
     # Rank 0 writes the description; on hosts that do not see its disk, the first local rank does.
     distributed.all_gather_or_raise(lambda: chunks.describe(words) if distributed.rank() == 0 else None)
     distributed.all_gather_or_raise(lambda: chunks.describe(words) if here()[0] == 0 else None)
-    return CachedLatents(chunks, [_note(chunks, len(missing))])
+    encoded = len(missing)
+    what = f"{encoded} of {len(chunks)} files encoded now" if encoded else "found, nothing encoded"
+    return CachedLatents(chunks, [f"latents of {chunks.samples:,} samples in {chunks.folder}: {what}"])
 
 
 class ChunkEncoder:
@@ -373,11 +375,6 @@ def _go_on(signals: list[str | None], chunks: Chunks) -> None:
             f"stopped by {signal} while encoding latents; finished ones are kept in {chunks.folder}",
             do="start it again with the same command: only missing latents are encoded",
         )
-
-
-def _note(chunks: Chunks, encoded: int) -> str:
-    what = f"{encoded} of {len(chunks)} files encoded now" if encoded else "found, nothing encoded"
-    return f"latents of {chunks.samples:,} samples in {chunks.folder}: {what}"
 
 
 class LatentSource(WrappedSource):

@@ -18,7 +18,9 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     for clip in facts.scalers.clips:
         scope = script.scopes[clip]
         plain = [
-            call for _, call in facts.optimizer_steps if script.scopes[call] is scope and _leads_to(facts, clip, call)
+            call
+            for _, call in facts.optimizer_steps
+            if script.scopes[call] is scope and precedes(clip, call) and not exclusive(facts.script, clip, call)
         ]
         for step in facts.scalers.of("step", scope):
             others = [call for call in plain if _are_branches(facts, step, call)]
@@ -32,10 +34,6 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                     f"clip there, too: `{step.scaler}.unscale_({step.optimizer})`, the clip, `{step.scaler}.step(...)`",
                 )
                 break
-
-
-def _leads_to(facts: Facts, clip: ast.Call, step: ast.Call) -> bool:
-    return precedes(clip, step) and not exclusive(facts.script, clip, step)
 
 
 def _are_branches(facts: Facts, step: ScalerCall, call: ast.Call) -> bool:

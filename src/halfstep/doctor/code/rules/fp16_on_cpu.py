@@ -21,17 +21,13 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     if "cpu" not in facts.script.source:
         return
     for call in facts.script.calls_of(_ACCELERATORS):
-        yield from _of_accelerate(facts.script, call)
+        given = argument(call, "mixed_precision", 2)
+        if facts.script.constant(argument(call, "cpu")) is True and facts.script.constant(given) == "fp16":
+            evidence = "`cpu=True` with `mixed_precision='fp16'`: accelerate reports fp16 and silently computes in fp32"
+            yield _instead(facts.script, call, given, evidence, '"bf16"')
     for call in facts.script.calls_of(_TRAINERS):
         yield from _of_lightning(facts.script, call)
     yield from _of_autocast(facts)
-
-
-def _of_accelerate(script: Script, call: ast.Call) -> Iterator[LocatedFinding]:
-    given = argument(call, "mixed_precision", 2)
-    if script.constant(argument(call, "cpu")) is True and script.constant(given) == "fp16":
-        evidence = "`cpu=True` with `mixed_precision='fp16'`: accelerate reports fp16 and silently computes in fp32"
-        yield _instead(script, call, given, evidence, '"bf16"')
 
 
 def _of_lightning(script: Script, call: ast.Call) -> Iterator[LocatedFinding]:

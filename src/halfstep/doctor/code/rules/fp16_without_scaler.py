@@ -83,7 +83,9 @@ def _with_scaler(facts: Facts, call: ast.Call, device: str) -> Patch:
         return patch
     optimizer = script.text(steps[0].func.value)
     assert isinstance(call.func, ast.Attribute)
-    patch.insert_before(_statement(loops[-1]), f'scaler = torch.amp.GradScaler("{device}")')
+    node = loops[-1]
+    assert isinstance(node, ast.stmt)
+    patch.insert_before(node, f'scaler = torch.amp.GradScaler("{device}")')
     patch.replace(call.func.value, f"scaler.scale({script.text(call.func.value)})")
     for clip in [one for one in facts.scalers.clips if script.scopes[one] is scope][:1]:
         patch.insert_before(script.statement(clip), f"scaler.unscale_({optimizer})")
@@ -98,8 +100,3 @@ def _has_more(facts: Facts, scope: ast.AST) -> bool:
     many_clips = len([one for one in facts.scalers.clips if facts.script.scopes[one] is scope]) > 1
     advances = any(_ADVANCES.search(word) for one in steps for word in words_in(one.func))
     return advances or many_clips or not isinstance(scope, (*FUNCTIONS, ast.Module))
-
-
-def _statement(node: ast.AST) -> ast.stmt:
-    assert isinstance(node, ast.stmt)
-    return node

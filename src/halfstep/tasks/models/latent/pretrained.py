@@ -241,7 +241,11 @@ def _sketch(kind: Any, config: Any, where: Path, size: int) -> Any:
     if not isinstance(config, dict):
         raise _unreadable(where, f"it describes no {kind.__name__}")
     try:
-        _bounded(config)
+        # Refuse a network with more blocks than any real one.
+        levels = max((len(value) for value in config.values() if isinstance(value, list)), default=0)
+        layers = max((_most(value) for name, value in config.items() if "layers_per_block" in name), default=0.0)
+        if levels > MOST_LEVELS or layers > MOST_LAYERS:
+            raise ValueError(f"{levels} levels of {layers:g} layers")
         with torch.device("meta"):
             sketch = kind.from_config(config)
     except Exception as error:  # an invalid config may raise any exception in diffusers
@@ -251,14 +255,6 @@ def _sketch(kind: Any, config: Any, where: Path, size: int) -> Any:
     if least > size:
         raise _unreadable(where, f"it describes weights of at least {least:,} bytes, and there are {size:,}")
     return sketch
-
-
-def _bounded(config: Mapping[str, object]) -> None:
-    """Raise ValueError for a network with more blocks than any real one."""
-    levels = max((len(value) for value in config.values() if isinstance(value, list)), default=0)
-    layers = max((_most(value) for name, value in config.items() if "layers_per_block" in name), default=0.0)
-    if levels > MOST_LEVELS or layers > MOST_LAYERS:
-        raise ValueError(f"{levels} levels of {layers:g} layers")
 
 
 def _most(value: Any) -> float:
