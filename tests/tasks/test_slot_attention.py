@@ -1,4 +1,4 @@
-"""Slot attention: shares and weights add up to one in every precision, whatever the likeness is."""
+"""Slot attention: shares and weights add up to one in every precision, for any logits."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ CASES: dict[str, Tensor] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES)
 def test_shares_and_weights_add_up_and_have_gradients(case: str, dtype: torch.dtype) -> None:
-    likeness = CASES[case].to(dtype, copy=True).requires_grad_()
+    logits = CASES[case].to(dtype, copy=True).requires_grad_()
     with precision_named("fp16").autocast(CPU):
-        shares, weights = shares_of_slots(likeness), weights_of_places(likeness)
+        shares, weights = shares_of_slots(logits), weights_of_places(logits)
     assert shares.dtype is weights.dtype is torch.float32
     assert_ones(shares.sum(-2))
     assert_ones(weights.sum(-1))
     (shares.square().sum() + weights.square().sum()).backward()
-    assert likeness.grad is not None
-    assert torch.isfinite(likeness.grad).all()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
 
 
 def test_the_weighted_mean_is_the_textbooks() -> None:
-    likeness = CASES["usual"]
-    shares = likeness.double().softmax(1)
-    torch.testing.assert_close(weights_of_places(likeness).double(), shares / shares.sum(-1, keepdim=True))
+    logits = CASES["usual"]
+    shares = logits.double().softmax(1)
+    torch.testing.assert_close(weights_of_places(logits).double(), shares / shares.sum(-1, keepdim=True))
 
 
 def test_a_slot_that_won_nothing_has_a_mean_where_an_epsilon_of_habit_has_none() -> None:
-    likeness = CASES["one slot loses everywhere"].to(torch.float16)
-    shares = likeness.softmax(1) + 1e-8  # rounded away in fp16, and what is left is divided by zero
+    logits = CASES["one slot loses everywhere"].to(torch.float16)
+    shares = logits.softmax(1) + 1e-8  # rounded away in fp16, and what is left is divided by zero
     assert torch.isnan(shares / shares.sum(-1, keepdim=True)).any()
-    assert_ones(weights_of_places(likeness).sum(-1))
+    assert_ones(weights_of_places(logits).sum(-1))
 
 
 def test_what_is_not_a_number_stays_so() -> None:
-    likeness = CASES["usual"].clone()
-    likeness[0, 0, 0] = math.nan
-    assert torch.isnan(weights_of_places(likeness)).any()
+    logits = CASES["usual"].clone()
+    logits[0, 0, 0] = math.nan
+    assert torch.isnan(weights_of_places(logits)).any()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -1,10 +1,13 @@
-"""What slots tell: painted pixels, tokens one after another, and drawn tokens that fp16 does not spoil."""
+"""The slot decoders: blended pixels, tokens one after another, and drawn tokens that fp16 does not spoil."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from halfstep.errors import StateMismatch
 from halfstep.precision.precision import precision_named
 from halfstep.tasks.models.slots.layers import (
     Attention,
@@ -16,6 +19,7 @@ from halfstep.tasks.models.slots.layers import (
     blended,
     drawn,
 )
+from halfstep.train.weights import load_weights, write_tensors
 
 CPU = torch.device("cpu")
 
@@ -120,48 +124,64 @@ def test_frames_become_tokens_and_frames_again(stride: int) -> None:
     assert torch.equal(tokens, autoencoder.encoder(frames).argmax(1))
 
 
-def test_a_token_is_told_from_those_before_it_and_from_slots_alone() -> None:
+def test_a_token_depends_on_those_before_it_and_on_slots_alone() -> None:
     torch.manual_seed(0)
     decoder = TokenDecoder(5, 7, 6, width=8, layers=2, heads=2)
     slots, tokens = torch.randn(1, 3, 5), torch.tensor([[1, 2, 3, 4, 5, 6]])
-    told = decoder(slots, tokens)
-    assert told.shape == (1, 6, 7)
+    logits = decoder(slots, tokens)
+    assert logits.shape == (1, 6, 7)
     changed = tokens.clone()
     changed[0, 3] = 0
-    differs = (decoder(slots, changed) - told).abs().amax(-1)[0] > 1e-7
+    differs = (decoder(slots, changed) - logits).abs().amax(-1)[0] > 1e-7
     assert differs.tolist() == [False, False, False, False, True, True]
-    assert ((decoder(slots + 1.0 * torch.randn(1, 3, 5), tokens) - told).abs().amax(-1) > 1e-7).all()
-    assert torch.allclose(decoder(slots.flip(1), tokens), told, atol=1e-5)  # slots have no order
+    assert ((decoder(slots + 1.0 * torch.randn(1, 3, 5), tokens) - logits).abs().amax(-1) > 1e-7).all()
+    assert torch.allclose(decoder(slots.flip(1), tokens), logits, atol=1e-5)  # slots have no order
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_is_the_textbooks(causal: bool) -> None:
     torch.manual_seed(0)
     attention, x = Attention(8, 2, causal=causal), torch.randn(1, 5, 8)
-    asking = attention.norm(x)
-    q = attention.ask(asking).view(5, 2, 4).transpose(0, 1)
-    k, v = (part.reshape(5, 2, 4).transpose(0, 1) for part in attention.answer(asking)[0].chunk(2, -1))
-    likeness = q @ k.transpose(1, 2) / 2.0
+    normed = attention.norm(x)
+    q = attention.query(normed).view(5, 2, 4).transpose(0, 1)
+    k, v = (part.reshape(5, 2, 4).transpose(0, 1) for part in attention.key_value(normed)[0].chunk(2, -1))
+    logits = q @ k.transpose(1, 2) / 2.0
     if causal:
-        likeness = likeness.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
-    found = (likeness.softmax(-1) @ v).transpose(0, 1).reshape(1, 5, 8)
+        logits = logits.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    found = (logits.softmax(-1) @ v).transpose(0, 1).reshape(1, 5, 8)
     torch.testing.assert_close(attention(x), x + attention.out(found))
 
 
 @torch.no_grad()
-def test_an_untrained_slot_paints_no_grid() -> None:
+def test_an_untrained_slot_decodes_to_no_grid() -> None:
     torch.manual_seed(0)
-    paint = BroadcastDecoder(5, 3, 8, 2, 32).paint
-    inside = paint(torch.randn(1, 5, 1, 1).expand(1, 5, 8, 8))[..., 12:20, 12:20]
+    convolutions = BroadcastDecoder(5, 3, 8, 2, 32).convolutions
+    inside = convolutions(torch.randn(1, 5, 1, 1).expand(1, 5, 8, 8))[..., 12:20, 12:20]
     torch.testing.assert_close(inside, inside[..., :1, :1].expand_as(inside))
-    assert paint[0].weight.std().item() == pytest.approx((2 / (5 * 4)) ** 0.5, rel=0.2)
+    assert convolutions[0].weight.std().item() == pytest.approx((2 / (5 * 4)) ** 0.5, rel=0.2)
 
 
 @torch.no_grad()
-def test_what_is_seen_is_as_loud_after_four_layers() -> None:
+def test_the_signal_keeps_its_variance_after_four_layers() -> None:
     torch.manual_seed(0)
     frames = torch.randn(2, 3, 32, 32)
-    seen = FrameEncoder(3, 64, 64, 1).look(frames)[..., 8:-8, 8:-8]
+    seen = FrameEncoder(3, 64, 64, 1).convolutions(frames)[..., 8:-8, 8:-8]
     assert seen.square().mean().item() == pytest.approx(frames.square().mean().item(), rel=0.5)
-    painted = BroadcastDecoder(64, 3, 64, 4, 32).paint(torch.randn(2, 64, 8, 8))[..., 8:-8, 8:-8]
-    assert 0.5 < painted.square().mean().item() < 4.0  # the last layer has no ReLU behind it
+    decoded = BroadcastDecoder(64, 3, 64, 4, 32).convolutions(torch.randn(2, 64, 8, 8))[..., 8:-8, 8:-8]
+    assert 0.5 < decoded.square().mean().item() < 4.0  # the last layer has no ReLU behind it
+
+
+def test_weights_with_the_names_of_an_earlier_version_are_refused_by_name(tmp_path: Path) -> None:
+    attention, file = Attention(8, 2), tmp_path / "old.safetensors"
+    renamed = {"query": "ask", "key_value": "answer"}
+    old = {}
+    for name, tensor in attention.state_dict().items():
+        layer, _, kind = name.partition(".")
+        old[f"{renamed.get(layer, layer)}.{kind}"] = tensor
+    write_tensors(old, {}, file)
+    before = {name: tensor.clone() for name, tensor in attention.state_dict().items()}
+    with pytest.raises(StateMismatch) as refused:
+        load_weights(attention, file)
+    assert "not in the model: ask.weight" in str(refused.value)
+    assert "not in the file: query.weight" in str(refused.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in attention.state_dict().items())

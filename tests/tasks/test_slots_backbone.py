@@ -37,7 +37,7 @@ def test_the_backbone_is_frozen_and_the_rest_learns(name: str, places: int) -> N
     task.loss(model, batch_of(task, "train", 2)).backward()
     assert model.places == places
     assert not any(module.training for module in backbone.modules())
-    assert model.encoder.mix.training
+    assert model.encoder.mlp.training
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in backbone.parameters())
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
     # Batch statistics too: in training mode they would move.

@@ -74,11 +74,11 @@ class BackboneEncoder(nn.Module):
         super().__init__()
         self.backbone = FrozenBackbone(name, weights, size)
         width = self.backbone.width
-        self.mix = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out))
+        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out))
 
     def forward(self, frames: Tensor) -> Tensor:
         """Return N × positions × out."""
-        out: Tensor = self.mix(self.backbone(frames))
+        out: Tensor = self.mlp(self.backbone(frames))
         return out
 
 

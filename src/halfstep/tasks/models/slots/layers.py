@@ -15,7 +15,7 @@ Layer = TypeVar("Layer", nn.Conv2d, nn.ConvTranspose2d)
 
 
 @torch.no_grad()
-def as_loud(layer: Layer) -> Layer:
+def he_init(layer: Layer) -> Layer:
     """Initialize a layer next to a ReLU so that the signal keeps its variance (He), and return it.
 
     With torch's default each layer loses more than half of the signal: after four, positions dominate the image
@@ -24,8 +24,8 @@ def as_loud(layer: Layer) -> Layer:
     # The fan-in of one output: the kernel of each input channel; for a strided transposed convolution, only a part of
     # it.
     moved = math.prod(layer.stride) if isinstance(layer, nn.ConvTranspose2d) else 1
-    added_up = layer.in_channels * math.prod(layer.kernel_size) / moved
-    layer.weight.normal_(0.0, math.sqrt(2.0 / added_up))
+    fan_in = layer.in_channels * math.prod(layer.kernel_size) / moved
+    layer.weight.normal_(0.0, math.sqrt(2.0 / fan_in))
     if layer.bias is not None:
         layer.bias.zero_()
     return layer
@@ -57,20 +57,22 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.causal = heads, causal
         self.norm = nn.LayerNorm(width)
-        self.ask = nn.Linear(width, width)
-        self.answer = nn.Linear(width, 2 * width)
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Return `x` plus its attention to `context`, or to itself where none is given."""
-        asking = self.norm(x)
-        question = self._split(self.ask(asking))
-        keys, values = (self._split(part) for part in self.answer(asking if context is None else context).chunk(2, -1))
-        found = F.scaled_dot_product_attention(question, keys, values, is_causal=self.causal)
-        out: Tensor = self.out(found.transpose(1, 2).flatten(2))
+        normed = self.norm(x)
+        query = self._split_heads(self.query(normed))
+        key, value = self.key_value(normed if context is None else context).chunk(2, -1)
+        attended = F.scaled_dot_product_attention(
+            query, self._split_heads(key), self._split_heads(value), is_causal=self.causal
+        )
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return x + out
 
-    def _split(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (self.heads, -1))
         return heads.transpose(1, 2)
 
@@ -93,24 +95,24 @@ class TransformerBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.attention = Attention(width, heads)
-        self.mix = FeedForward(width, 4 * width)
+        self.mlp = FeedForward(width, 4 * width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mix(self.attention(x))
+        out: Tensor = self.mlp(self.attention(x))
         return out
 
 
-class TellingBlock(nn.Module):
+class DecoderBlock(nn.Module):
     """A transformer decoder block: causal self-attention, cross-attention to the slots, then an MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.before = Attention(width, heads, causal=True)
-        self.told = Attention(width, heads)
-        self.mix = FeedForward(width, 4 * width)
+        self.self_attention = Attention(width, heads, causal=True)
+        self.cross_attention = Attention(width, heads)
+        self.mlp = FeedForward(width, 4 * width)
 
-    def forward(self, x: Tensor, told: Tensor) -> Tensor:
-        out: Tensor = self.mix(self.told(self.before(x), told))
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.cross_attention(self.self_attention(x), slots))
         return out
 
 
@@ -128,16 +130,16 @@ class FrameEncoder(nn.Module):
         for number in range(LAYERS):
             step = 2 if number < halvings else 1
             convolution = nn.Conv2d(width if number else channels, width, 5, stride=step, padding=2)
-            layers += [as_loud(convolution), nn.ReLU()]
-        self.look = nn.Sequential(*layers)
+            layers += [he_init(convolution), nn.ReLU()]
+        self.convolutions = nn.Sequential(*layers)
         self.positions = Positions(width)
-        self.mix = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out))
+        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out))
         island(self, "positions")
 
     def forward(self, frames: Tensor) -> Tensor:
         """Return N × positions × out."""
-        seen = self.positions(self.look(frames))
-        out: Tensor = self.mix(seen.flatten(2).transpose(1, 2))
+        features = self.positions(self.convolutions(frames))
+        out: Tensor = self.mlp(features.flatten(2).transpose(1, 2))
         return out
 
 
@@ -158,23 +160,23 @@ class BroadcastDecoder(nn.Module):
             before = width if number else slot_width
             if number < doublings:
                 # A kernel of 4 with stride 2 covers every output pixel equally often; a kernel of 3 or 5 would not.
-                stack += [_even(as_loud(nn.ConvTranspose2d(before, width, 4, stride=2, padding=1))), nn.ReLU()]
+                stack += [_even(he_init(nn.ConvTranspose2d(before, width, 4, stride=2, padding=1))), nn.ReLU()]
             else:
-                stack += [as_loud(nn.Conv2d(before, width, 5, padding=2)), nn.ReLU()]
-        self.paint = nn.Sequential(*stack, as_loud(nn.Conv2d(width, channels + 1, 3, padding=1)))
+                stack += [he_init(nn.Conv2d(before, width, 5, padding=2)), nn.ReLU()]
+        self.convolutions = nn.Sequential(*stack, he_init(nn.Conv2d(width, channels + 1, 3, padding=1)))
         island(self, "positions")
 
     def forward(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return frames, and the share of each slot in every pixel (N × slots × height × width)."""
         laid_out = slots.flatten(0, 1)[..., None, None].expand(-1, -1, self.grid, self.grid)
-        painted = self.paint(self.positions(laid_out))
-        return blended(painted.unflatten(0, slots.shape[:2]))
+        decoded = self.convolutions(self.positions(laid_out))
+        return blended(decoded.unflatten(0, slots.shape[:2]))
 
 
 @island
-def blended(painted: Tensor) -> tuple[Tensor, Tensor]:
+def blended(decoded: Tensor) -> tuple[Tensor, Tensor]:
     """Blend N × slots × (colors and opacity) × height × width: return the frames and the share of each slot."""
-    colours, opacity = painted[:, :, :-1], painted[:, :, -1:]
+    colours, opacity = decoded[:, :, :-1], decoded[:, :, -1:]
     shares = opacity.softmax(1)
     return (colours * shares).sum(1), shares.squeeze(2)
 
@@ -202,26 +204,26 @@ class TokenDecoder(nn.Module):
 
     def __init__(self, slot_width: int, vocabulary: int, places: int, *, width: int, layers: int, heads: int) -> None:
         super().__init__()
-        self.told = nn.Sequential(nn.LayerNorm(slot_width), nn.Linear(slot_width, width))
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.begin = nn.Parameter(torch.zeros(1, 1, width))
-        self.places = nn.Parameter(torch.zeros(places, width))
-        for beginning in (self.tokens.weight, self.begin, self.places):
+        self.project_slots = nn.Sequential(nn.LayerNorm(slot_width), nn.Linear(slot_width, width))
+        self.token_embedding = nn.Embedding(vocabulary, width)
+        self.start_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.position_embedding = nn.Parameter(torch.zeros(places, width))
+        for embedding in (self.token_embedding.weight, self.start_token, self.position_embedding):
             # The usual standard deviation in transformers; torch's default for embeddings is 1.
-            nn.init.normal_(beginning, std=0.02)
-        self.layers = nn.ModuleList(TellingBlock(width, heads) for _ in range(layers))
+            nn.init.normal_(embedding, std=0.02)
+        self.layers = nn.ModuleList(DecoderBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.say = nn.Linear(width, vocabulary)
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, slots: Tensor, tokens: Tensor) -> Tensor:
         """Return logits, N × places × vocabulary."""
-        told = self.told(slots)
+        projected = self.project_slots(slots)
         # The last token is only predicted, never an input.
-        heard = torch.cat([self.begin.expand(len(tokens), -1, -1), self.tokens(tokens[:, :-1])], dim=1)
-        x = heard + self.places
+        start = self.start_token.expand(len(tokens), -1, -1)
+        x = torch.cat([start, self.token_embedding(tokens[:, :-1])], dim=1) + self.position_embedding
         for layer in self.layers:
-            x = layer(x, told)
-        out: Tensor = self.say(self.norm(x))
+            x = layer(x, projected)
+        out: Tensor = self.head(self.norm(x))
         return out
 
 
@@ -255,17 +257,17 @@ class DiscreteAutoencoder(nn.Module):
 
         In training tokens are drawn softly (Gumbel-softmax), to pass gradients; in evaluation the most likely is taken.
         """
-        likely = self.encoder(frames)
+        logits = self.encoder(frames)
         if self.training:
-            soft = drawn(likely, temperature)
+            soft = drawn(logits, temperature)
             return soft.argmax(1), self.decoder(soft)
-        tokens = likely.argmax(1, keepdim=True)
-        return tokens.squeeze(1), self.decoder(torch.zeros_like(likely).scatter_(1, tokens, 1.0))
+        tokens = logits.argmax(1, keepdim=True)
+        return tokens.squeeze(1), self.decoder(torch.zeros_like(logits).scatter_(1, tokens, 1.0))
 
 
 @island
-def drawn(likely: Tensor, temperature: Tensor) -> Tensor:
+def drawn(logits: Tensor, temperature: Tensor) -> Tensor:
     """Return a Gumbel-softmax draw over dimension 1; it becomes harder as the temperature falls."""
     # The negative logarithm of an exponential draw is a Gumbel draw.
-    gumbel = -torch.empty_like(likely).exponential_().clamp_min(SMALLEST).log()
-    return ((likely + gumbel) / temperature).softmax(1)
+    gumbel = -torch.empty_like(logits).exponential_().clamp_min(SMALLEST).log()
+    return ((logits + gumbel) / temperature).softmax(1)

@@ -47,26 +47,26 @@ class SlotAttention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.ask = nn.Linear(width, width, bias=False)
+        self.query = nn.Linear(width, width, bias=False)
         self.gate = Gate(width)
-        self.mix = FeedForward(width, 2 * width)
+        self.mlp = FeedForward(width, 2 * width)
 
     def forward(self, keys: Tensor, values: Tensor, slots: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
         """Return the slots after `rounds` and their shares of every position in the last one (clips × slots × places).
 
         `keys` and `values` are clips × places × width.
         """
-        slots, likeness = self._round(keys, values, slots)
+        slots, logits = self._round(keys, values, slots)
         for _ in range(rounds - 1):
-            slots, likeness = self._round(keys, values, slots)
-        return slots, shares_of_slots(likeness)
+            slots, logits = self._round(keys, values, slots)
+        return slots, shares_of_slots(logits)
 
     def _round(self, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         # Scale before the product: the product is what overflows in fp16.
-        question = self.ask(self.norm(slots)) * slots.shape[-1] ** -0.5
-        likeness = question @ keys.transpose(1, 2)
-        won = weights_of_places(likeness) @ values
-        return self.mix(self.gate(won, slots)), likeness
+        query = self.query(self.norm(slots)) * slots.shape[-1] ** -0.5
+        logits = query @ keys.transpose(1, 2)
+        update = weights_of_places(logits) @ values
+        return self.mlp(self.gate(update, slots)), logits
 
 
 class Gate(nn.Module):
@@ -93,24 +93,24 @@ def _gated(new: Tensor, old: Tensor, slots: Tensor) -> Tensor:
 
 
 @island
-def shares_of_slots(likeness: Tensor) -> Tensor:
+def shares_of_slots(logits: Tensor) -> Tensor:
     """Return how much of each position belongs to each slot; the shares of a position sum to one."""
-    return _bounded(likeness).softmax(-2)
+    return _bounded(logits).softmax(-2)
 
 
 @island
-def weights_of_places(likeness: Tensor) -> Tensor:
+def weights_of_places(logits: Tensor) -> Tensor:
     """Return the weight of each position for a slot: its share, normalized over all positions.
 
     A softmax over positions of the log shares computes this without an epsilon: the weights of a slot that won nothing
     still sum to one, where a plain normalization would divide by zero.
     """
-    return _bounded(likeness).log_softmax(-2).softmax(-1)
+    return _bounded(logits).log_softmax(-2).softmax(-1)
 
 
-def _bounded(likeness: Tensor) -> Tensor:
+def _bounded(logits: Tensor) -> Tensor:
     """Clamp infinities to finite numbers; NaN stays NaN, so the step is skipped."""
-    return likeness.clamp(-FARTHEST, FARTHEST)
+    return logits.clamp(-FARTHEST, FARTHEST)
 
 
 COLDEST = 0.1
@@ -133,7 +133,7 @@ class SlotOutput(NamedTuple):
 
 def slot_model(options: Any, channels: int, size: int, frames: int) -> SlotModel:
     """Return the model that a recipe names, for clips of `frames` frames of `size` × `size` pixels."""
-    kinds = {"broadcast": PaintingModel, "autoregressive": TellingModel}
+    kinds = {"broadcast": BroadcastModel, "autoregressive": AutoregressiveModel}
     return kinds[options.decoder](options, channels, size, frames)
 
 
@@ -151,7 +151,7 @@ class SlotModel(nn.Module, ABC):
         else:
             self.encoder = BackboneEncoder(options.backbone, options.backbone_weights, width, size)
             self.places = self.encoder.backbone.places
-        self.read = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width, bias=False))
+        self.key_value = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width, bias=False))
         self.first = FirstSlots(options.slots, width)
         self.attention = SlotAttention(width)
         # With clips of one frame the predictor would have unused parameters.
@@ -164,14 +164,14 @@ class SlotModel(nn.Module, ABC):
     def forward(self, clips: Tensor) -> SlotOutput:
         """Return slots, shares and losses of clips × frames × channels × height × width, in -1..1."""
         frames = clips.flatten(0, 1)
-        slots, shares = self._followed(self.read(self.encoder(frames)).unflatten(0, clips.shape[:2]))
-        return self.judged(slots, shares, frames)
+        slots, shares = self._track_slots(self.key_value(self.encoder(frames)).unflatten(0, clips.shape[:2]))
+        return self.decode(slots, shares, frames)
 
     @abstractmethod
-    def judged(self, slots: Tensor, shares: Tensor, frames: Tensor) -> SlotOutput:
-        """Return the losses of decoding `slots`; `frames` come without a dimension for clips."""
+    def decode(self, slots: Tensor, shares: Tensor, frames: Tensor) -> SlotOutput:
+        """Decode the slots and return the losses; `frames` come without a dimension for clips."""
 
-    def _followed(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _track_slots(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slots and shares of each frame; a frame's slots start from the prediction of the last frame's."""
         clips, frames = features.shape[:2]
         slots, found = self.first(clips), []
@@ -185,20 +185,20 @@ class SlotModel(nn.Module, ABC):
         return torch.stack(every_slot, 1), torch.stack(every_share, 1)
 
 
-class PaintingModel(SlotModel):
-    """A slot model whose slots paint their frame; a slot owns the pixels where its paint is on top."""
+class BroadcastModel(SlotModel):
+    """A slot model with a spatial broadcast decoder; a slot owns the pixels where its share is largest."""
 
     def __init__(self, options: Any, channels: int, size: int, frames: int) -> None:
         super().__init__(options, channels, size, frames)
         self.decoder = BroadcastDecoder(options.width, channels, options.decoder_width, options.decoder_layers, size)
 
-    def judged(self, slots: Tensor, shares: Tensor, frames: Tensor) -> SlotOutput:
-        painted, on_top = self.decoder(slots.flatten(0, 1))
-        reconstruction = squared_error(painted, frames)
-        return SlotOutput(slots, on_top.unflatten(0, slots.shape[:2]), reconstruction, torch.zeros_like(reconstruction))
+    def decode(self, slots: Tensor, shares: Tensor, frames: Tensor) -> SlotOutput:
+        decoded, masks = self.decoder(slots.flatten(0, 1))
+        reconstruction = squared_error(decoded, frames)
+        return SlotOutput(slots, masks.unflatten(0, slots.shape[:2]), reconstruction, torch.zeros_like(reconstruction))
 
 
-class TellingModel(SlotModel):
+class AutoregressiveModel(SlotModel):
     """A slot model whose slots predict the tokens of their frame; a slot owns the positions it attended to.
 
     A discrete autoencoder learns the tokens at the same time; neither loss has gradients in the other's parameters.
@@ -221,14 +221,14 @@ class TellingModel(SlotModel):
         )
         self.register_buffer("temperature", torch.ones(()))
 
-    def judged(self, slots: Tensor, shares: Tensor, frames: Tensor) -> SlotOutput:
+    def decode(self, slots: Tensor, shares: Tensor, frames: Tensor) -> SlotOutput:
         if self.training:
             self._cool()
         # A copy: activation checkpointing recomputes forward in backward, and must see the same temperature.
-        tokens, again = self.autoencoder(frames, self.temperature.clone())
+        tokens, decoded = self.autoencoder(frames, self.temperature.clone())
         tokens = tokens.flatten(1)
-        told = self.decoder(slots.flatten(0, 1), tokens)
-        return SlotOutput(slots, shares, squared_error(again, frames), surprise(told, tokens))
+        logits = self.decoder(slots.flatten(0, 1), tokens)
+        return SlotOutput(slots, shares, squared_error(decoded, frames), token_cross_entropy(logits, tokens))
 
     def _cool(self) -> None:
         """Lower the temperature; the rollback of a skipped step restores it with the other buffers."""
@@ -242,9 +242,9 @@ def squared_error(predicted: Tensor, frames: Tensor) -> Tensor:
 
 
 @island
-def surprise(told: Tensor, tokens: Tensor) -> Tensor:
+def token_cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the cross-entropy per token, in nats, of N × places × vocabulary."""
-    return F.cross_entropy(told.flatten(0, 1), tokens.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 SHORTEST = 1e-3
@@ -262,6 +262,6 @@ def temporal_contrast(slots: Tensor, temperature: float) -> Tensor:
     if frames < 2:
         return slots.new_zeros(())
     directions = F.normalize(slots, dim=-1, eps=SHORTEST).transpose(0, 1).flatten(1, 2)
-    likeness = directions[:-1] @ directions[1:].transpose(1, 2) / temperature
+    logits = directions[:-1] @ directions[1:].transpose(1, 2) / temperature
     same = torch.arange(clips * each, device=slots.device).expand(frames - 1, -1)
-    return F.cross_entropy(likeness.flatten(0, 1), same.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), same.flatten())
