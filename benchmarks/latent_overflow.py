@@ -122,7 +122,13 @@ def denoised(root: Path, name: str, autoencoder: Path, steps: int, *settings: st
     result = read_json(folder / "result.json") or {}
     loss = run.metrics["loss"]
     ended = "trained" if run.reason == "finished" and math.isfinite(loss) else run.reason
-    return {"ended": ended, "loss": loss, "skipped": run.skipped, "cures": result.get("cures"), "steps": run.steps}
+    return {
+        "ended": ended,
+        "loss": loss,
+        "skipped": run.skipped,
+        "remedies": result.get("remedies"),
+        "steps": run.steps,
+    }
 
 
 def main() -> None:

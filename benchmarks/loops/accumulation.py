@@ -259,7 +259,7 @@ def three_call_form_forgotten_apply() -> str:
         stepper.step(mse, pairs(1)[0])
     stepper.discard()
     trains(case, pairs(2))
-    return "refused with the cure, and the loop went on"
+    return "refused with the remedy, and the loop went on"
 
 
 @loop

@@ -375,7 +375,7 @@ def observation_statistics_of_a_plain_object() -> str:
 
 @loop
 def observation_statistics_rebound() -> str:
-    """`self.mean = self.mean + ...` on a plain object: reported, and `include()` is the cure."""
+    """`self.mean = self.mean + ...` on a plain object: reported, and `include()` is the remedy."""
 
     class Rebinding(RunningMeanStd):
         def __call__(self, x: Tensor) -> Tensor:

@@ -327,7 +327,7 @@ def tuple_is_refused() -> str:
         case.stepper.step(case.loss_fn, labelled(1)[0])
     require_same(before, case.state(), "after the refusal")
     require(case.stepper.step(ce, labelled(1)[0]).applied, "did not go on")
-    return "refused, the cure named, nothing moved, and the loop went on"
+    return "refused, the remedy named, nothing moved, and the loop went on"
 
 
 def _not_a_loss(loss_fn: Callable[..., Any]) -> str:

@@ -156,7 +156,7 @@ def test_unscaling_in_every_microbatch(bench: Bench) -> None:
 
 
 def test_unscaling_and_updating_in_every_microbatch(bench: Bench) -> None:
-    """The cure that people find for the message above: the scale changes inside a window, and gradients mix."""
+    """The remedy that people find for the message above: the scale changes inside a window, and gradients mix."""
     bench.backward()
     bench.scaler.unscale_(bench.optimizer)
     bench.scaler.update()

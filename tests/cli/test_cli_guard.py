@@ -57,7 +57,7 @@ def test_the_last_line_is_a_command_that_cures_it(words: list[str], monkeypatch:
     cured = halfstep(*typed[1:])
     assert cured.exit_code == 0, cured.output
     assert "guard: repaired: 2 computes in fp32" in cured.output
-    assert "cured by the guard: 2 computes in fp32" in cured.output
+    assert "remedy of the guard: 2 computes in fp32" in cured.output
 
 
 @pytest.mark.wording
@@ -76,7 +76,7 @@ def test_what_was_cured_is_evaluated_with_its_cure(words: list[str], tmp_path: P
     measured = json.loads(told.stdout)["metrics"]["loss"]
     last = json.loads((tmp_path / "run" / "result.json").read_text())
     assert measured == pytest.approx(last["best"]["value"], rel=1e-6)
-    assert [one["kind"] for one in last["cures"]["placed"]] == ["island"]
+    assert [one["kind"] for one in last["remedies"]["placed"]] == ["island"]
 
 
 @pytest.mark.wording

@@ -248,7 +248,7 @@ def test_a_point_that_is_not_finite_is_named(place: Path, task: Path) -> None:
     report = replayed(place / "data", "--task", task)
     assert report["verdict"]["cause"] == "data"
     assert report["do"] == "fix the samples named above, or remove them; this run went on without the batch"
-    assert report["command"] == "", "it is finished, and there is nothing to cure"
+    assert report["command"] == "", "it is finished, and there is nothing to remedy"
     page = " ".join(halfstep("replay", place / "data", "--task", task).stdout.split())
     assert page.startswith("data: ")
     assert "not finite before anything was computed from it came in the batch" in page

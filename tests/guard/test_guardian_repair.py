@@ -1,4 +1,4 @@
-"""A run under repair: the smallest cure is placed, recorded, lifted after a while and kept over a resume."""
+"""A run under repair: the smallest remedy is placed, recorded, lifted after a while and kept over a resume."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def gave_up(**changes: Any) -> Event:
         "seconds": 9.0,
         "steps": 7,
         "skipped": {"loss_not_finite": 5},
-        "cures": [],
+        "remedies": [],
         "error": f"{SENTENCE}. 5 steps in a row were skipped",
         "checkpoint_note": "the last good checkpoint is step-00000005.0001, of step 5: the run continues from it",
         "do": DO,
@@ -93,7 +93,7 @@ def test_the_last_line_is_what_to_type(changes: dict[str, Any]) -> None:
     assert lines[0] == "Gave up after 9 s: 7 steps applied, 5 skipped (loss_not_finite)"
     assert all(line.strip() for line in lines)
     assert (lines[-1].strip() == f"do: {DO}") == (changes.get("do", DO) is not None)
-    assert any("cured by the guard: up3 computes in fp32" in line for line in lines) == ("remedies" in changes)
+    assert any("remedy of the guard: up3 computes in fp32" in line for line in lines) == ("remedies" in changes)
 
 
 def test_an_end_without_those_fields_has_no_such_words() -> None:

@@ -65,8 +65,8 @@ def hostile(value: Any, texts: Iterator[str], words: bool, free: bool = False) -
 def events() -> list[dict[str, Any]]:
     """A run with an event of every kind that the journal has."""
     culprit = {"operation": "o", "module": "m", "line": "l", "format": "fp16", "largest_input": 9e4, "limit": 65504.0}
-    cures = [{"kind": "island", "target": "up.0", "works": True}]
-    facts = {"attempt": 3, "cause": "precision", "culprit": culprit, "evidence": ["e"], "cures": cures}
+    remedies = [{"kind": "island", "target": "up.0", "works": True}]
+    facts = {"attempt": 3, "cause": "precision", "culprit": culprit, "evidence": ["e"], "remedies": remedies}
     found = [start(findings=[{"id": "i", "evidence": "e", "fix": "f", "severity": "warning"}], resumed=None)]
     found += [{"event": "stage", "text": "t"}, {"event": "precision_check", "expected": "x", "share": 0.5, "text": "t"}]
     found += [step(n) for n in range(1, 30)]

@@ -146,7 +146,7 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
 
 def wrong_events() -> list[dict[str, Any]]:
     """A run in which each field of each event is once of another type."""
-    guard = {"event": "guard", "kind": "verdict", "text": "t", "facts": {"attempt": 1, "culprit": {}, "cures": []}}
+    guard = {"event": "guard", "kind": "verdict", "text": "t", "facts": {"attempt": 1, "culprit": {}, "remedies": []}}
     found = []
     for n, event in enumerate([start(), step(1), speed(), epoch(1, 0.5), guard, end()]):
         for key in event.keys() - {"event", "format"}:
@@ -179,7 +179,7 @@ def test_an_incident_has_its_culprit_what_was_tried_and_what_was_done(troubled: 
     (found,) = incidents(read_run(troubled["repair"]))
     assert (found.attempt, found.cause) == (1, "precision")
     assert dict(found.culprit)["Module"] == "2.up"
-    assert ("island 2", "finite with it") in found.cures
+    assert ("island 2", "finite with it") in found.remedies
     assert "repaired: 2 computes in fp32" in found.done[0]
     assert found.replay == f"halfstep replay {troubled['repair']} --attempt 1"
     assert read_run(troubled["repair"]).verdict.startswith("Finished: ")

@@ -38,7 +38,7 @@ def hostile_run(folder: Path, text: str) -> Path:
     precision = {"asked": text, "took": text, "chosen": text, "summary": text, "reasons": [text]}
     culprit = {"operation": text, "module": text, "line": text, "format": text, "largest_input": 1, "limit": 2}
     facts = {"attempt": 1, "cause": text, "culprit": culprit, "evidence": [text]}
-    facts["cures"] = [{"kind": text, "target": text, "works": True}]
+    facts["remedies"] = [{"kind": text, "target": text, "works": True}]
     return write_run(
         folder,
         [

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from halfstep.journal.events import FORMAT
+
 RECIPE: dict[str, Any] = {
     "task": "segmentation",
     "precision": "bf16",
@@ -22,7 +24,7 @@ def start(**changed: Any) -> dict[str, Any]:
     """The first event of a launch."""
     return {
         "event": "start",
-        "format": 2,
+        "format": FORMAT,
         "label": "one",
         "command": "halfstep train one --bf16",
         "recipe": RECIPE,

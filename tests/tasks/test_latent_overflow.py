@@ -30,8 +30,8 @@ def test_forced_into_fp16_it_fails_and_the_guard_names_it_and_its_island(autoenc
 def test_the_guard_places_the_island_by_itself(autoencoder: Path, tmp_path: Path) -> None:
     found = denoised(tmp_path, "repaired", autoencoder, STEPS, FORCED, "guard.mode=repair")
     assert found["ended"] == "trained"
-    (cure,) = found["cures"]["placed"]
-    assert (cure["kind"], cure["target"]) == ("island", "autoencoder.encoder")
+    (remedy,) = found["remedies"]["placed"]
+    assert (remedy["kind"], remedy["target"]) == ("island", "autoencoder.encoder")
 
 
 def test_as_the_recipe_has_it_nothing_is_skipped(autoencoder: Path, tmp_path: Path) -> None:

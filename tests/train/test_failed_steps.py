@@ -23,7 +23,7 @@ from halfstep.checkpoint.paths import CheckpointDir, Disk
 from halfstep.checkpoint.sealed import MANIFEST, state_of, tensors_of, with_seal
 from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe
 from halfstep.guard.diagnosis.rerun import ReplayConfig, rerun
-from halfstep.guard.verdict import Cause, Culprit, Cure, FailedStep, History, Verdict
+from halfstep.guard.verdict import Cause, Culprit, FailedStep, History, ProposedRemedy, Verdict
 from halfstep.precision.island import islands
 from halfstep.precision.precision import precision_named
 from halfstep.step.report import StepReport
@@ -66,7 +66,9 @@ def bad_batch(seed: int = 0) -> Window:
 
 def verdict_of(cause: Cause = "data") -> Verdict:
     culprit = Culprit("", "", False, None, "fp32", ("nan",), 3.5, None, math.inf, "the batch")
-    return Verdict(cause, f"{cause}: it holds nan", culprit, ("one line",), (Cure("skip", "leave it out", None),))
+    return Verdict(
+        cause, f"{cause}: it holds nan", culprit, ("one line",), (ProposedRemedy("skip", "leave it out", None),)
+    )
 
 
 def troubled(batch: Any = None, model: Net | None = None) -> tuple[Net, FailedStep]:
@@ -372,7 +374,7 @@ HOSTILE = {
     "a loss that is a text": _set("record", "report", "loss", "NaN"),
     "parts that are a list": _set("record", "report", "parts", [1]),
     "a cause of its own": _set("record", "verdict", "cause", "rm -rf"),
-    "a cure of its own": _set("record", "verdict", "cures", [{"kind": "run", "target": "x", "works": True}]),
+    "a remedy of its own": _set("record", "verdict", "remedies", [{"kind": "run", "target": "x", "works": True}]),
     "evidence that is a number": _set("record", "verdict", "evidence", [3]),
     "a culprit with more": _set("record", "verdict", "culprit", "more", 1),
     "a limit that is a text": _set("record", "verdict", "culprit", "limit", "much"),

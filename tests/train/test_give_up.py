@@ -1,4 +1,4 @@
-"""The end of a run: what its weights were worth, from its journal, and the command that is to cure it."""
+"""The end of a run: what its weights were worth, from its journal, and the command that may fix it."""
 
 from __future__ import annotations
 

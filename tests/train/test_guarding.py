@@ -1,4 +1,4 @@
-"""A run under its guard: trouble is named and cured, checkpoints stay good, and a cure survives a resume to the bit."""
+"""A run under its guard: trouble is named and remedied, checkpoints stay good, and a remedy survives a resume to the bit."""
 
 from __future__ import annotations
 
@@ -112,17 +112,17 @@ def test_off_means_off(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "failed_steps").exists()
 
 
-@pytest.mark.parametrize(("task", "cure"), [(InOneModule, "island"), (InTheLoss, "precision")])
-def test_a_cure_survives_a_resume_to_the_bit(tmp_path: Path, task: type[Tiny], cure: str) -> None:
+@pytest.mark.parametrize(("task", "remedy"), [(InOneModule, "island"), (InTheLoss, "precision")])
+def test_a_remedy_survives_a_resume_to_the_bit(tmp_path: Path, task: type[Tiny], remedy: str) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     fit(whole, task, guard="repair")
     with pytest.raises(Stopped), every_loop(stop_at(STOP)):
         fit(parts, task, guard="repair")
     saved = state_of(parts)
-    assert [one["kind"] for one in saved.guards["guardian"]["remedies"]["placed"]] == [cure]
+    assert [one["kind"] for one in saved.guards["guardian"]["remedies"]["placed"]] == [remedy]
     assert (
         saved.precision == {"name": "bf16", "islands": []}
-        if cure == "precision"
+        if remedy == "precision"
         else {"name": "fp16", "islands": ["2"]}
     )
     run = fit(parts, task, guard="repair")

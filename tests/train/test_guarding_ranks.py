@@ -1,4 +1,4 @@
-"""A guarded run on two processes: one verdict, one cure, one end, and no process that waits for another."""
+"""A guarded run on two processes: one verdict, one remedy, one end, and no process that waits for another."""
 
 from __future__ import annotations
 

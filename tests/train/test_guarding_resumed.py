@@ -130,7 +130,7 @@ def test_a_run_that_is_stopped_in_trouble_says_what_was_not_saved(tmp_path: Path
     assert "was not saved: steps fail" in (tmp_path / "run" / "train.log").read_text()
 
 
-# -- cures ------------------------------------------------------------------------------------------------------------
+# -- remedies ------------------------------------------------------------------------------------------------------------
 
 
 def test_cures_stay_in_the_result_of_a_run_that_is_finished_without_a_guard(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_cures_stay_in_the_result_of_a_run_that_is_finished_without_a_guard(tmp_
         fit(tmp_path, InOneModule, guard="repair")
     fit(tmp_path, InOneModule, guard="off")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert [one["target"] for one in result["cures"]["placed"]] == ["2"]
+    assert [one["target"] for one in result["remedies"]["placed"]] == ["2"]
 
 
 def test_an_unfinished_run_is_opened_with_its_cures(tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def recipe(tmp_path: Path, kind: type[Tiny], **settings: Any) -> Any:
 
 
 def building(kind: type[Tiny], made: Any) -> Build:
-    def build(where: Path, auto_choices: AutoChoices | None, cures: Remedies | None) -> Any:
-        return make_loop(kind(made), made, where, Journal(), auto_choices=auto_choices, remedies=cures)
+    def build(where: Path, auto_choices: AutoChoices | None, remedies: Remedies | None) -> Any:
+        return make_loop(kind(made), made, where, Journal(), auto_choices=auto_choices, remedies=remedies)
 
     return build
 
@@ -188,9 +188,9 @@ def test_a_save_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
     made = recipe(tmp_path, Tiny)
     build = building(Tiny, made)
 
-    def blocked(where: Path, auto_choices: AutoChoices | None, cures: Remedies | None) -> Any:
+    def blocked(where: Path, auto_choices: AutoChoices | None, remedies: Remedies | None) -> Any:
         (where / "checkpoints").write_text("in the way")
-        return build(where, auto_choices, cures)
+        return build(where, auto_choices, remedies)
 
     with pytest.raises(StorageFailed, match="nothing to resume from: no checkpoint of step 2: "):
         prove(blocked, [], 2, scratch(tmp_path))

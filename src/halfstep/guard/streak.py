@@ -112,7 +112,7 @@ class Streak:
         verdict = self.verdict
         if verdict is None or verdict.cause in (DATA, CODE):
             return verdict is None
-        return verdict.cause != PRECISION or any(cure.kind != "fix_code" for cure in verdict.cures)
+        return verdict.cause != PRECISION or any(remedy.kind != "fix_code" for remedy in verdict.remedies)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the streak as plain data."""

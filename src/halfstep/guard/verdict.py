@@ -34,7 +34,7 @@ NOT_REPRODUCIBLE: Cause = "not_reproducible"
 """Run again, the step is finite: Python state, random numbers not from torch, a nondeterministic operation, or the
 device."""
 
-CureKind = Literal["skip", "island", "precision", "lower_rate", "eager", "fix_code", "restore"]
+ProposedRemedyKind = Literal["skip", "island", "precision", "lower_rate", "eager", "fix_code", "restore"]
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ def place_of(culprit: Culprit | None) -> tuple[object, ...] | None:
 
 
 @dataclass(frozen=True)
-class Cure:
-    """A possible remedy."""
+class ProposedRemedy:
+    """A remedy that a verdict proposes."""
 
-    kind: CureKind
+    kind: ProposedRemedyKind
     target: str
     """The path of an island, the name of a precision, or a sentence."""
     works: bool | None
@@ -88,7 +88,7 @@ class Verdict(ShownAsPage):
     """One line that the user can act on."""
     culprit: Culprit | None
     evidence: tuple[str, ...]
-    cures: tuple[Cure, ...]
+    remedies: tuple[ProposedRemedy, ...]
     """Possible remedies, the smallest first; those that were tried and work come before the others."""
 
     def __str__(self) -> str:
@@ -108,7 +108,11 @@ class Verdict(ShownAsPage):
 
     def as_dict(self) -> dict[str, object]:
         """Return the verdict as plain data."""
-        return {**asdict(self), "evidence": list(self.evidence), "cures": [asdict(cure) for cure in self.cures]}
+        return {
+            **asdict(self),
+            "evidence": list(self.evidence),
+            "remedies": [asdict(remedy) for remedy in self.remedies],
+        }
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Verdict:
@@ -119,7 +123,7 @@ class Verdict(ShownAsPage):
             plain["sentence"],
             None if culprit is None else Culprit.from_dict(culprit),
             tuple(plain["evidence"]),
-            tuple(Cure(**cure) for cure in plain["cures"]),
+            tuple(ProposedRemedy(**remedy) for remedy in plain["remedies"]),
         )
 
 

@@ -31,7 +31,7 @@ def to_write(path: Path) -> Iterator[None]:
         ) from failure
 
 
-FORMAT = 2
+FORMAT = 3
 """The form of the journal, in each `start`: raised where an event or a field gets another name or meaning."""
 
 Event = dict[str, Any]

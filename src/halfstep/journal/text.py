@@ -313,7 +313,7 @@ def ending(event: Event, latest: Latest) -> list[str]:
     lines = [f"{reason} after {numbers.duration(event['seconds'])}: {applied} applied, {skipped}"]
     if event.get("error"):
         lines += _in_lines(event["error"])
-    lines += [clean(f"  cured by the guard: {remedy}") for remedy in event.get("remedies") or ()]
+    lines += [clean(f"  remedy of the guard: {remedy}") for remedy in event.get("remedies") or ()]
     if event["reason"] in _UNFINISHED:
         lines.append(f"  {_how_to_resume(event, latest)}")
     elif latest.checkpoint is not None and event["reason"] != GAVE_UP:

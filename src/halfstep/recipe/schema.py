@@ -276,13 +276,13 @@ class GuardOptions(Section):
     mode: Literal["off", "watch", "repair"] = "watch"
     """Report the cause of failed steps and stop with exit code 80 if they persist (watch); apply a remedy (repair)."""
     skips_in_a_row: PositiveInt = 5
-    """Skipped steps in a row that end the run, or call for a cure; a loss scale that finds its place is not counted."""
+    """Skipped steps in a row that end the run, or call for a remedy; loss scale calibration is not counted."""
     skip_share: Fraction = 0.25
     """The same, as a share of the last 100 steps."""
     rollbacks: NonNegativeInt = 2
     """repair: how often the run may go back to its last good state before it gives up."""
     probation: PositiveInt = 1000
-    """repair: applied steps without trouble after which a cure is taken away again."""
+    """repair: applied steps without trouble after which a remedy is lifted again."""
     spikes: Literal["off", "warn", "refuse"] = "warn"
     """A finite loss far above the usual: say so and learn it where it stays (warn), or refuse the update (refuse)."""
 

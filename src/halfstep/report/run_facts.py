@@ -272,13 +272,13 @@ MOST_BAD_SAMPLES = 20
 class Incident:
     """A failed step with the verdict of its replay, or another notable event, and the action taken."""
 
-    json_keys: ClassVar = ("attempt", "cause", "sentence", "culprit", "cures", "evidence", "done=all_done", "replay")
+    json_keys: ClassVar = ("attempt", "cause", "sentence", "culprit", "remedies", "evidence", "done=all_done", "replay")
 
     attempt: int | None
     cause: str
     sentence: str
     culprit: Pairs = field(default_factory=list)
-    cures: Pairs = field(default_factory=list)
+    remedies: Pairs = field(default_factory=list)
     """Remedies that the replay tried, and whether they work."""
     evidence: list[str] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
@@ -339,7 +339,7 @@ def _incident(run: RunFacts, facts: dict[str, Any], said: str, kept: set[int]) -
         _cause(facts),
         said.removeprefix(f"{facts.get('cause')}: "),
         _culprit(fields(facts.get("culprit"))),
-        [_cure(cure) for cure in rows(facts.get("cures"))],
+        [_remedy(remedy) for remedy in rows(facts.get("remedies"))],
         texts(facts.get("evidence")),
         replay=f"halfstep replay {run.folder} --attempt {int(attempt)}" if is_kept else "",
     )
@@ -362,8 +362,8 @@ def _culprit(found: dict[str, Any]) -> Pairs:
     return [(name, value) for name, value in pairs if value]
 
 
-def _cure(cure: dict[str, Any]) -> tuple[str, str]:
-    works = {"True": "finite with it", "False": "not finite with it either"}.get(str(cure.get("works")), "not tried")
-    kind, target = text(cure.get("kind"), 40).replace("_", " "), text(cure.get("target"), 200)
+def _remedy(remedy: dict[str, Any]) -> tuple[str, str]:
+    works = {"True": "finite with it", "False": "not finite with it either"}.get(str(remedy.get("works")), "not tried")
+    kind, target = text(remedy.get("kind"), 40).replace("_", " "), text(remedy.get("target"), 200)
     # The remedy of a divergence has its words as target.
-    return (target if cure.get("kind") == "lower_rate" else f"{kind} {target}".strip()), works
+    return (target if remedy.get("kind") == "lower_rate" else f"{kind} {target}".strip()), works

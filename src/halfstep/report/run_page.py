@@ -100,8 +100,11 @@ def _incident(one: Incident) -> Box:
     place = f"Step {one.attempt}: " if one.attempt else ""
     blocks: list[Block] = [Paragraph(one.sentence)]
     blocks += [Pairs(tuple(one.culprit))] if one.culprit else []
-    if one.cures:
-        blocks += [Heading("Replayed with", level=3), Items(tuple(f"{cure}: {works}" for cure, works in one.cures))]
+    if one.remedies:
+        blocks += [
+            Heading("Replayed with", level=3),
+            Items(tuple(f"{remedy}: {works}" for remedy, works in one.remedies)),
+        ]
     blocks += [Heading("Evidence", level=3), Items(tuple(one.evidence))] if one.evidence else []
     blocks += [Heading("Action taken", level=3), Items(tuple(one.done)), *_do(one.do)]
     blocks += [Command(one.replay, "replay it: ")] if one.replay else []

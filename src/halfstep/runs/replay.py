@@ -359,7 +359,7 @@ def _verdict(replayed: Replayed, attempt: StepInputs, first: TrialOutcome) -> Ve
 
 
 def _try_island(replayed: Replayed, attempt: StepInputs, verdict: Verdict, rounds: _Rounds) -> None:
-    path = next((cure.target for cure in verdict.cures if cure.kind == "island"), None)
+    path = next((remedy.target for remedy in verdict.remedies if remedy.kind == "island"), None)
     if path is not None:
         precision = replayed.choice.precision
         way = f"{precision.name}, {path or 'the model'} in fp32"

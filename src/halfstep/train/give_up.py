@@ -257,7 +257,7 @@ def _why(loop: Loop, cause: str, error: Diverged) -> str:
 
 
 def _is_in_the_code(error: Diverged) -> bool:
-    return any(cure["kind"] == "fix_code" for cure in (error.verdict or {}).get("cures", ()))
+    return any(remedy["kind"] == "fix_code" for remedy in (error.verdict or {}).get("remedies", ()))
 
 
 def _kept(checkpoints: Checkpoints, none_is_good: bool) -> str:

@@ -42,7 +42,8 @@ def remedies_in(guards: Mapping[str, object]) -> Remedies | None:
 
 def remedies_of(result: Mapping[str, object]) -> Remedies:
     """Return the remedies in the result of a finished run, if any; raise BadData like `remedies_in`."""
-    return _read(result["cures"]) if "cures" in result else Remedies()
+    plain = result.get("remedies", result.get("cures"))  # the name in results of earlier versions
+    return Remedies() if plain is None else _read(plain)
 
 
 def _read(plain: object) -> Remedies:
@@ -52,7 +53,7 @@ def _read(plain: object) -> Remedies:
         first = error.errors()[0]
         raise BadData(
             f"the guard's saved remedies are damaged: {'.'.join(map(str, first['loc']))} {first['msg']}",
-            allowed="what halfstep wrote",
+            allowed="a checkpoint written by halfstep",
             do=f"use another checkpoint, or {begin_again()}",
         ) from error
 

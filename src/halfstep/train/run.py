@@ -164,7 +164,7 @@ def train(
         loop.checkpoints.close(leaving)
         run = _ended(loop, folder, reason, time.perf_counter() - began)
         _record_end(loop, run, reason, more)
-    result = {**_result(run, loop.parts, weights), "cures": loop.guarding.remedies.as_dict()}
+    result = {**_result(run, loop.parts, weights), "remedies": loop.guarding.remedies.as_dict()}
     loop.outputs.result(result, run.best["epoch"])
     return run
 
@@ -180,7 +180,7 @@ def _ending(loop: Loop) -> Iterator[None]:
 
 def _record_end(loop: Loop, run: Run, reason: str, more: Mapping[str, object]) -> None:
     summary = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
-    remedies = [str(cure) for cure in loop.guarding.remedies.placed]
+    remedies = [str(remedy) for remedy in loop.guarding.remedies.placed]
     loop.journal.emit(events.END, reason=reason, remedies=remedies, **summary, **more)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfstep import Stepper, Window, island
 from halfstep.guard.diagnosis.diagnose import agreed, diagnose
-from halfstep.guard.verdict import Culprit, Cure, History, Verdict
+from halfstep.guard.verdict import Culprit, History, ProposedRemedy, Verdict
 from halfstep.precision.island import islands
 from halfstep.precision.precision import precision_named
 from halfstep.step.loss import DynamicScale
@@ -92,11 +92,11 @@ def test_a_number_that_does_not_fit_is_told_with_what_helps() -> None:
     assert "middle.inner (aten.add, " in found.sentence
     assert "makes 71,204 in fp16, whose largest number is 65,504; an island round middle is finite" in found.sentence
     # An island round the operation alone gives its number back in fp16, where it does not fit: the one round it helps.
-    assert found.cures == (
-        Cure("island", "middle", True),
-        Cure("precision", "bf16", True),
-        Cure("precision", "fp32", True),
-        Cure("island", "middle.inner", False),
+    assert found.remedies == (
+        ProposedRemedy("island", "middle", True),
+        ProposedRemedy("precision", "bf16", True),
+        ProposedRemedy("precision", "fp32", True),
+        ProposedRemedy("island", "middle.inner", False),
     )
     assert found.evidence == ("an island round middle.inner is not finite either",)
     assert islands(model) == {}
@@ -104,7 +104,7 @@ def test_a_number_that_does_not_fit_is_told_with_what_helps() -> None:
 
 def test_the_cure_that_was_told_does_cure() -> None:
     model = Net(large)
-    path = verdict_on(model, precision="fp16").cures[0].target
+    path = verdict_on(model, precision="fp16").remedies[0].target
     island(model, path)
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 1e-3), precision=precision_named("fp16"))
     assert stepper.step(mse, (torch.randn(6, 8),)).reason in (None, "gradient_overflow")
@@ -118,7 +118,7 @@ def test_what_no_module_has_to_itself_is_to_be_wrapped() -> None:
     assert found.cause == "precision"
     assert found.sentence.startswith("precision: the loss (aten.pow, ")
     assert found.sentence.endswith("wrap it: halfstep.island(fn)")
-    assert [cure.kind for cure in found.cures] == ["precision", "precision"]
+    assert [remedy.kind for remedy in found.remedies] == ["precision", "precision"]
 
 
 def test_fp32_that_cannot_be_run_is_said_and_the_operation_judged_alone() -> None:
@@ -130,7 +130,7 @@ def test_fp32_that_cannot_be_run_is_said_and_the_operation_judged_alone() -> Non
     found = verdict_on(Net(large), loss_fn, precision="fp16")
     assert found.cause == "precision"
     assert found.evidence[0] == "the whole step could not be run in fp32: OutOfMemoryError: no memory for fp32"
-    assert Cure("precision", "fp32", None) in found.cures
+    assert ProposedRemedy("precision", "fp32", None) in found.remedies
 
 
 # -- the scale -----------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_bad_numbers_of_a_batch_are_counted_and_placed() -> None:
     assert found.sentence == "data: micro-batch 1[0], sample 3 holds nan, one of 3 such numbers"
     assert found.culprit is not None
     assert found.culprit.outside == "the batch[1][0]"
-    assert found.cures[0].kind == "skip"
+    assert found.remedies[0].kind == "skip"
 
 
 def test_one_sample_far_from_the_others() -> None:
@@ -206,7 +206,7 @@ def test_fp32_fails_too() -> None:
     assert found.cause == "code"
     assert found.sentence.endswith("divides by zero; fp32 fails too")
     assert any(text.startswith("the largest weight is 0.3") for text in found.evidence)
-    assert [cure.kind for cure in found.cures] == ["fix_code"]
+    assert [remedy.kind for remedy in found.remedies] == ["fix_code"]
 
 
 def test_what_fails_in_fp32_is_named_where_16_bits_fail_earlier() -> None:
@@ -231,7 +231,7 @@ def test_a_weight_that_is_not_finite() -> None:
     found = verdict_on(model, precision="fp16")
     assert found.cause == "state"
     assert found.sentence == "state: weight 2.weight holds nan in row 0 before anything is computed"
-    assert [cure.kind for cure in found.cures] == ["restore"]
+    assert [remedy.kind for remedy in found.remedies] == ["restore"]
 
 
 # -- what does not happen again --------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_what_only_compiled_code_does(compiled: bool) -> None:
     model: Any = torch.compile(plain_model(), backend=wrong)
     found = verdict_on(model, compiled=compiled)
     assert found.cause == ("compiler" if compiled else "not_reproducible")
-    assert found.cures[0].kind == ("eager" if compiled else "skip")
+    assert found.remedies[0].kind == ("eager" if compiled else "skip")
 
 
 def test_a_step_that_a_guard_refused() -> None:
@@ -317,5 +317,5 @@ def test_a_diagnosis_leaves_everything_as_it_was(precision: str) -> None:
 
 def test_one_process_agrees_with_itself() -> None:
     culprit = Culprit("aten.mul", "up", True, None, "fp16", ("inf", "nan"), 3.0, None, 65504.0)
-    verdict = Verdict("precision", "precision: up", culprit, ("a",), (Cure("island", "up", None),))
+    verdict = Verdict("precision", "precision: up", culprit, ("a",), (ProposedRemedy("island", "up", None),))
     assert agreed(verdict) == verdict

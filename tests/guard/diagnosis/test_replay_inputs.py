@@ -131,8 +131,8 @@ def test_a_batch_that_can_be_read_once_is_not_the_devices_fault() -> None:
     assert found.cause == "data"
     assert "could not be run again" in found.sentence
     assert "not_reproducible" not in found.sentence
-    assert found.cures[0].kind == "fix_code"
-    assert "again=" in found.cures[0].target
+    assert found.remedies[0].kind == "fix_code"
+    assert "again=" in found.remedies[0].target
 
 
 # -- what was usual ------------------------------------------------------------------------------------------------
@@ -164,20 +164,20 @@ def test_a_task_that_is_nearly_learnt_may_jump(target: float, before: float, cau
     assert verdict_on(stepper_of(Large(), "fp16"), loss_fn, torch.randn(4, 4), history=history).cause == cause
 
 
-# -- cures ---------------------------------------------------------------------------------------------------------
+# -- remedies ---------------------------------------------------------------------------------------------------------
 
 
 def test_cures_are_tried_at_the_scale_that_cannot_fall() -> None:
-    """All three layers overflow at it: an island round the first of them is no cure, though it is finite without."""
+    """All three layers overflow at it: an island round the first of them is no remedy, though it is finite without."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 1))
     scale = DynamicScale(init_scale=2.0**14, floor=2.0**14)
     stepper = stepper_of(model, "fp16", scale)
     found = verdict_on(stepper, lambda model, x: model(x).float().mean(), torch.rand(64, 4) * 300)
     assert found.cause == "precision"
-    islands = [cure for cure in found.cures if cure.kind == "island"]
+    islands = [remedy for remedy in found.remedies if remedy.kind == "island"]
     assert islands
-    assert not any(cure.works for cure in islands)
+    assert not any(remedy.works for remedy in islands)
 
 
 # -- the second look -----------------------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ def test_what_is_not_tried_any_more_is_neither_a_cure_nor_a_failure(monkeypatch:
     assert stepper.attempt is not None
     found = diagnose(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason))
     assert found.cause == "precision"
-    assert {cure.works for cure in found.cures} <= {True, None}
+    assert {remedy.works for remedy in found.remedies} <= {True, None}
 
 
 def test_the_cost_of_a_billion_parameters_is_told_from_shapes_alone() -> None:

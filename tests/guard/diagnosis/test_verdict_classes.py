@@ -72,7 +72,7 @@ def test_what_has_no_answer_is_the_codes_and_no_rate_helps(
     change: Callable[[Tensor], Tensor], deed: str, precision: str
 ) -> None:
     found = verdict_on(plain_model(), after(change), torch.randn(4, 8), precision, history=HEALTHY)
-    assert (found.cause, [cure.kind for cure in found.cures]) == ("code", ["fix_code"])
+    assert (found.cause, [remedy.kind for remedy in found.remedies]) == ("code", ["fix_code"])
     assert deed in found.sentence
     assert found.culprit is not None
     assert found.culprit.line is not None
@@ -119,7 +119,7 @@ def test_losses_that_have_grown_are_evidence() -> None:
     found = verdict_on(plain_model(), after(lambda h: (h * 0).log()), torch.randn(4, 8), history=grown)
     assert found.cause == "divergence"
     assert "the loss went from 1 to 100,000 in 3 steps" in found.sentence
-    assert [cure.kind for cure in found.cures] == [LOWER]
+    assert [remedy.kind for remedy in found.remedies] == [LOWER]
 
 
 def test_a_loss_that_was_as_good_as_zero_may_grow() -> None:
@@ -159,7 +159,7 @@ def test_a_weight_that_was_bad_before_the_step() -> None:
         "state: weight 2.weight holds nan before anything is computed; "
         "step 5, the last that was applied, was finite, so it went bad since"
     )
-    assert [cure.kind for cure in found.cures] == ["restore"]
+    assert [remedy.kind for remedy in found.remedies] == ["restore"]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_batch_that_was_not_normalised(precision: str, times: float) -> None:
     found = verdict_on(nn.Linear(8, 4), mse, x, precision, history=HEALTHY)
     assert found.cause == "data"
     assert "divided by its own spread, the step is finite" in found.evidence
-    assert LOWER not in [cure.kind for cure in found.cures]
+    assert LOWER not in [remedy.kind for remedy in found.remedies]
 
 
 def test_a_large_batch_is_not_blamed_where_it_is_not_to_blame() -> None:

@@ -72,7 +72,7 @@ def test_an_on_gradients_that_divides_by_zero_is_named_with_its_line(precision: 
     assert found.sentence.endswith("divides by zero")
     assert found.culprit is not None
     assert (found.culprit.line or "").rpartition(":")[0].endswith("test_whose_fault.py")
-    assert [cure.kind for cure in found.cures] == ["fix_code"]
+    assert [remedy.kind for remedy in found.remedies] == ["fix_code"]
 
 
 def test_an_on_gradients_outside_torchs_sight_is_named_without_a_line() -> None:
@@ -82,7 +82,7 @@ def test_an_on_gradients_outside_torchs_sight_is_named_without_a_line() -> None:
     found = last_verdict(mse, [], (torch.randn(6, 8),), on_gradients=edit)
     assert found.cause == "code"
     assert found.sentence.endswith("on_gradients and not after it: the gradient of 0.weight is not finite")
-    assert found.cures[0].target == "change on_gradients: the gradient of 0.weight is not finite"
+    assert found.remedies[0].target == "change on_gradients: the gradient of 0.weight is not finite"
 
 
 def test_an_on_gradients_that_fails_once_cannot_be_reproduced() -> None:
@@ -255,7 +255,7 @@ def test_a_batch_that_came_so_and_is_written_in_place_is_data(value: float, writ
     assert found.cause == "data"
     assert "the batch[0], sample 3 holds" in found.sentence
     assert "its original values are unknown" in found.sentence
-    assert [cure.kind for cure in found.cures] == ["fix_code", "skip"]
+    assert [remedy.kind for remedy in found.remedies] == ["fix_code", "skip"]
 
 
 @pytest.mark.filterwarnings("ignore:note batch.written")
@@ -264,7 +264,7 @@ def test_another_tensor_of_the_batch_that_is_written_excuses_nothing() -> None:
     found = last_verdict(written_by(lambda b: b[1].add_(1.0)), [], batch)
     assert found.cause == "data"
     assert found.sentence == "data: the batch[0], sample 3 holds nan"
-    assert [cure.kind for cure in found.cures] == ["skip"]
+    assert [remedy.kind for remedy in found.remedies] == ["skip"]
 
 
 # -- Python state --------------------------------------------------------------------------------------------------

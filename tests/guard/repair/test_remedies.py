@@ -10,14 +10,14 @@ from torch import nn
 
 from halfstep import Stepper
 from halfstep.guard.repair.remedies import Remedies, Remedy, RemedyApplier, drop_compiled_calls
-from halfstep.guard.verdict import Culprit, Cure, Verdict
+from halfstep.guard.verdict import Culprit, ProposedRemedy, Verdict
 from halfstep.precision.island import islands
 from tests.support.models import Coder
 
 
-def verdict(*cures: Cure, module: str = "encoder") -> Verdict:
+def verdict(*remedies: ProposedRemedy, module: str = "encoder") -> Verdict:
     culprit = Culprit("aten.addmm", module, False, None, "fp16", ("inf",), 1e3, 1e5, 65504.0)
-    return Verdict("precision", "precision: it overflows", culprit, (), cures)
+    return Verdict("precision", "precision: it overflows", culprit, (), remedies)
 
 
 def surgery(precision: str = "fp16", most_islands: int = 8) -> RemedyApplier:
@@ -29,7 +29,11 @@ def surgery(precision: str = "fp16", most_islands: int = 8) -> RemedyApplier:
 def test_the_first_cure_that_works_is_placed_and_no_other() -> None:
     treated = surgery()
     remedy = treated.apply_first(
-        verdict(Cure("island", "decoder", False), Cure("island", "encoder", True), Cure("precision", "bf16", True))
+        verdict(
+            ProposedRemedy("island", "decoder", False),
+            ProposedRemedy("island", "encoder", True),
+            ProposedRemedy("precision", "bf16", True),
+        )
     )
     assert remedy is not None
     assert (remedy.kind, remedy.target) == ("island", "encoder")
@@ -39,24 +43,31 @@ def test_the_first_cure_that_works_is_placed_and_no_other() -> None:
 
 def test_what_was_not_tried_is_not_placed() -> None:
     treated = surgery()
-    assert treated.apply_first(verdict(Cure("island", "encoder", None), Cure("precision", "fp32", False))) is None
+    assert (
+        treated.apply_first(
+            verdict(ProposedRemedy("island", "encoder", None), ProposedRemedy("precision", "fp32", False))
+        )
+        is None
+    )
     assert islands(treated._stepper.model) == {}
 
 
 def test_islands_are_bounded_and_the_precision_comes_after_them() -> None:
     treated = surgery(most_islands=1)
-    cures = (Cure("island", "encoder", True), Cure("precision", "bf16", True))
-    treated.apply_first(verdict(*cures))
-    treated.apply_first(verdict(Cure("island", "decoder", True), Cure("precision", "bf16", True), module="decoder"))
+    remedies = (ProposedRemedy("island", "encoder", True), ProposedRemedy("precision", "bf16", True))
+    treated.apply_first(verdict(*remedies))
+    treated.apply_first(
+        verdict(ProposedRemedy("island", "decoder", True), ProposedRemedy("precision", "bf16", True), module="decoder")
+    )
     assert treated.remedies.islands == ["encoder"]
     assert treated.remedies.precision == treated._stepper.precision.name == "bf16"
 
 
 def test_what_is_in_place_is_not_placed_again() -> None:
     treated = surgery()
-    cures = (Cure("island", "encoder", True), Cure("precision", "fp16", True))
-    assert treated.apply_first(verdict(*cures)) is not None
-    assert treated.apply_first(verdict(*cures)) is None
+    remedies = (ProposedRemedy("island", "encoder", True), ProposedRemedy("precision", "fp16", True))
+    assert treated.apply_first(verdict(*remedies)) is not None
+    assert treated.apply_first(verdict(*remedies)) is None
     assert len(treated.remedies.placed) == 1
 
 
@@ -64,14 +75,16 @@ def test_a_module_that_cannot_be_an_island_is_passed_over() -> None:
     treated = surgery()
     encoder = treated._stepper.model.encoder
     encoder.forward = encoder.forward
-    remedy = treated.apply_first(verdict(Cure("island", "encoder", True), Cure("precision", "fp32", True)))
+    remedy = treated.apply_first(
+        verdict(ProposedRemedy("island", "encoder", True), ProposedRemedy("precision", "fp32", True))
+    )
     assert remedy is not None
     assert remedy.kind == "precision"
 
 
 def test_the_newest_is_lifted_first_and_comes_back_for_good() -> None:
     treated = surgery()
-    island, precision = Cure("island", "encoder", True), Cure("precision", "bf16", True)
+    island, precision = ProposedRemedy("island", "encoder", True), ProposedRemedy("precision", "bf16", True)
     treated.apply_first(verdict(island))
     treated.apply_first(verdict(precision, module="decoder"))
     assert str(treated.lift_newest()) == "the run computes in bf16"

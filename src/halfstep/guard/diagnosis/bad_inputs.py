@@ -16,7 +16,7 @@ from halfstep import distributed
 from halfstep.formats import widest
 from halfstep.guard.diagnosis.rerun import ATTRIBUTE, HeldTensors
 from halfstep.guard.diagnosis.trials import TrialOutcome
-from halfstep.guard.verdict import Cure
+from halfstep.guard.verdict import ProposedRemedy
 from halfstep.numbers import number
 from halfstep.observe.nonfinite_origin import BATCH, INF, MINUS_INF, NAN, all_finite, kinds_of, local
 from halfstep.observe.reachable import leaves
@@ -252,13 +252,17 @@ class Past:
         good = f"step {self.applied}, the last that was applied, was finite{after}"
         return f"{good}{', or did not use it' if looked_up else ', so it went bad since'}"
 
-    def cure(self, name: str) -> Cure:
+    def remedy(self, name: str) -> ProposedRemedy:
         """Return what to do about the bad tensor of this name."""
         if self.came_with_checkpoint:
-            return Cure("restore", f"continue from a checkpoint before {self.checkpoint}: {name} is bad in it", None)
+            return ProposedRemedy(
+                "restore", f"continue from a checkpoint before {self.checkpoint}: {name} is bad in it", None
+            )
         if not self.applied:
-            return Cure("restore", f"check what builds or loads {name}: it was bad before the first step", None)
-        return Cure(
+            return ProposedRemedy(
+                "restore", f"check what builds or loads {name}: it was bad before the first step", None
+            )
+        return ProposedRemedy(
             "restore",
             f"continue from a checkpoint before step {self.applied}, and find the code that wrote {name}",
             None,

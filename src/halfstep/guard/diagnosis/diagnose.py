@@ -26,8 +26,8 @@ from halfstep.guard.verdict import (
     STATE,
     WARM_UP,
     Culprit,
-    Cure,
     History,
+    ProposedRemedy,
     Verdict,
     place_of,
 )
@@ -101,11 +101,11 @@ _FORWARD = (LOSS_NOT_FINITE, BUFFER_NOT_FINITE)
 _NO_HISTORY = History()
 _NO_PAST = bad_inputs.Past()
 _WRITTEN = "written"
-_OTHER_LOSS = Cure("fix_code", explain.OTHER_LOSS, None)
-_CLONE_FIRST = Cure("fix_code", explain.CLONE_FIRST, None)
-_NORMALISE = Cure("fix_code", "normalize this batch like the others", None)
-_SKIP = Cure("skip", "skip this batch", None)
-_SLOWER = Cure("lower_rate", "lower the learning rate", None)
+_OTHER_LOSS = ProposedRemedy("fix_code", explain.OTHER_LOSS, None)
+_CLONE_FIRST = ProposedRemedy("fix_code", explain.CLONE_FIRST, None)
+_NORMALISE = ProposedRemedy("fix_code", "normalize this batch like the others", None)
+_SKIP = ProposedRemedy("skip", "skip this batch", None)
+_SLOWER = ProposedRemedy("lower_rate", "lower the learning rate", None)
 
 
 def diagnose(
@@ -141,7 +141,7 @@ def diagnose(
         trials, precision, reason, history, compiled, past, tuple(optimizers), on_gradients, clip_norm, storages
     )
     verdict = agreed(case.verdict())
-    if not written or _CLONE_FIRST in verdict.cures:
+    if not written or _CLONE_FIRST in verdict.remedies:
         return verdict
     # The batch was changed during the step, so the reruns are not quite the step that failed.
     return replace(verdict, evidence=(explain.BATCH_WRITTEN, *verdict.evidence))
@@ -234,11 +234,11 @@ class _Case:
     def _scale_too_high(self, at_scale: TrialOutcome) -> Verdict:
         sentence = explain.scale_too_high(self.scale, at_scale)
         if self.reason == GRADIENT_OVERFLOW:
-            fits = Cure("skip", "the loss scale falls by itself", True)
+            fits = ProposedRemedy("skip", "the loss scale falls by itself", True)
             return Verdict(WARM_UP, f"warm_up: {sentence}", at_scale.culprit, (), (fits,))
         sentence += ", and the scale cannot fall below its floor"
-        cures = remedies_for(self.trials, self.precision, at_scale.culprit, self._in_fp32(), scale=None)
-        return Verdict(PRECISION, f"precision: {sentence}", at_scale.culprit, (), cures)
+        remedies = remedies_for(self.trials, self.precision, at_scale.culprit, self._in_fp32(), scale=None)
+        return Verdict(PRECISION, f"precision: {sentence}", at_scale.culprit, (), remedies)
 
     # -- what does not happen again -----------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class _Case:
         if self.on_gradients is not None and self.reason not in _FORWARD:
             edited = self.trials.run(ReplayConfig(self.precision, on_gradients=self.on_gradients))
             if not edited.finite and not edited.error:
-                fix = Cure("fix_code", explain.fix_on_gradients(edited), None)
+                fix = ProposedRemedy("fix_code", explain.fix_on_gradients(edited), None)
                 return Verdict(CODE, explain.in_on_gradients(edited), edited.culprit, (), (fix,))
         if self.trials.written:
             sentence = f"data: {explain.BATCH_WRITTEN}; a rerun with its current values is finite"
@@ -275,7 +275,7 @@ class _Case:
             return self._scale_too_high(as_compiled)
         bad = as_compiled.bad_parameters
         evidence = (f"compiled, the gradient of {bad[0]} is not finite",) if bad else ()
-        eager = Cure("eager", "run it without torch.compile", True)
+        eager = ProposedRemedy("eager", "run it without torch.compile", True)
         return Verdict(COMPILER, explain.ONLY_COMPILED, None, evidence, (eager,))
 
     # -- what happens again -------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class _Case:
         if culprit is not None and culprit.outside is None:
             culprit, evidence = replace(culprit, outside=name), (explain.what_happened(as_it_was), *evidence)
         sentence = explain.state(what, self.past.since(looked_up))
-        return Verdict(STATE, sentence, culprit, evidence, (self.past.cure(name),))
+        return Verdict(STATE, sentence, culprit, evidence, (self.past.remedy(name),))
 
     def _in_the_batch(self, as_it_was: TrialOutcome) -> Verdict | None:
         """Return the verdict on one sample that is far from the others, or a batch far from anything.
@@ -389,9 +389,9 @@ class _Case:
         return bool(once_more.error) or not once_more.finite
 
     def _precision(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
-        cures = remedies_for(self.trials, self.precision, as_it_was.culprit, fp32)
-        sentence = explain.precision(self.precision, as_it_was, cures)
-        return Verdict(PRECISION, sentence, as_it_was.culprit, explain.not_helping(cures), cures)
+        remedies = remedies_for(self.trials, self.precision, as_it_was.culprit, fp32)
+        sentence = explain.precision(self.precision, as_it_was, remedies)
+        return Verdict(PRECISION, sentence, as_it_was.culprit, explain.not_helping(remedies), remedies)
 
     def _without_fp32(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
         """Return the verdict from the one operation that was repeated in fp32 alone, if the step cannot run in fp32."""
@@ -399,7 +399,7 @@ class _Case:
         fits = culprit is not None and culprit.in_fp32 is not None and math.isfinite(culprit.in_fp32)
         verdict = self._precision(as_it_was, fp32) if fits else self._fails_in_fp32(as_it_was, as_it_was)
         told = f"the whole step could not be run in fp32: {fp32.error}"
-        return Verdict(verdict.cause, verdict.sentence, culprit, (told, *verdict.evidence), verdict.cures)
+        return Verdict(verdict.cause, verdict.sentence, culprit, (told, *verdict.evidence), verdict.remedies)
 
     def _fails_in_fp32(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
         """Return the verdict on a step that also fails in fp32."""
@@ -420,7 +420,7 @@ class _Case:
             self._no_divergence,
             explain.weight_evidence(self.trials.model),
         )
-        fix = Cure("fix_code", explain.fix(fp32), None)
+        fix = ProposedRemedy("fix_code", explain.fix(fp32), None)
         return Verdict(CODE, explain.in_the_code(fp32), fp32.culprit, evidence, (fix,))
 
     @property

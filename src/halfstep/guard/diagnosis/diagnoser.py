@@ -16,7 +16,7 @@ from halfstep.guard.diagnosis import diagnose as replay
 from halfstep.guard.diagnosis.bad_inputs import Past
 from halfstep.guard.diagnosis.diagnose import Cost
 from halfstep.guard.streak import Streak
-from halfstep.guard.verdict import PRECISION, WARM_UP, Cure, FailedStep, History, Kind, Level, Verdict
+from halfstep.guard.verdict import PRECISION, WARM_UP, FailedStep, History, Kind, Level, ProposedRemedy, Verdict
 from halfstep.observe.reachable import closure_of, generators_in
 from halfstep.observe.recorder import uses_compiled
 from halfstep.precision.island import islands
@@ -188,7 +188,7 @@ class Diagnoser:
 def _stays(verdict: Verdict) -> Verdict:
     """Return the verdict for a scale that does not fall: otherwise it would be normal, but this one will fail again."""
     sentence = f"precision: {verdict.sentence.partition(': ')[2]}; this loss scale does not fall by itself"
-    return Verdict(PRECISION, sentence, verdict.culprit, verdict.evidence, (Cure("fix_code", LOWER, None),))
+    return Verdict(PRECISION, sentence, verdict.culprit, verdict.evidence, (ProposedRemedy("fix_code", LOWER, None),))
 
 
 def _steps(plain: Any) -> list[Step]:

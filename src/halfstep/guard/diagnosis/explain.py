@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep.guard.diagnosis.bad_inputs import Spot
 from halfstep.guard.diagnosis.rerun import ON_GRADIENTS
 from halfstep.guard.diagnosis.trials import TrialOutcome
-from halfstep.guard.verdict import Culprit, Cure, History
+from halfstep.guard.verdict import Culprit, History, ProposedRemedy
 from halfstep.numbers import number
 from halfstep.observe.nonfinite_origin import CONSTANT, all_finite, largest_finite, local, norm_of
 from halfstep.observe.recorder import OUTSIDE, as_written
@@ -86,9 +86,9 @@ def scale_too_high(scale: float, at_scale: TrialOutcome) -> str:
     return f"{sentence}; {what_happened(at_scale)}, so {scale / 2**halvings:g} may fit"
 
 
-def precision(precision: Precision, outcome: TrialOutcome, cures: Sequence[Cure]) -> str:
+def precision(precision: Precision, outcome: TrialOutcome, remedies: Sequence[ProposedRemedy]) -> str:
     """Return the sentence for a number that does not fit the precision, with the remedies that work."""
-    works = [_named(cure) for cure in cures if cure.works]
+    works = [_named(remedy) for remedy in remedies if remedy.works]
     too = [f"{works[0]} is finite", *(f"{name} is finite too" for name in works[1:])] if works else []
     happened = what_happened(outcome)
     if not _names_format(outcome, precision.name):
@@ -104,9 +104,9 @@ def _names_format(outcome: TrialOutcome, format: str) -> bool:
     return culprit.format == format
 
 
-def not_helping(cures: Sequence[Cure]) -> tuple[str, ...]:
+def not_helping(remedies: Sequence[ProposedRemedy]) -> tuple[str, ...]:
     """Return a line for each remedy that was tried and did not help."""
-    return tuple(f"{_named(cure)} is not finite either" for cure in cures if cure.works is False)
+    return tuple(f"{_named(remedy)} is not finite either" for remedy in remedies if remedy.works is False)
 
 
 def _wrap(culprit: Culprit | None) -> list[str]:
@@ -116,8 +116,8 @@ def _wrap(culprit: Culprit | None) -> list[str]:
     return ["wrap it: halfstep.island(fn)"]
 
 
-def _named(cure: Cure) -> str:
-    return f"an island round {cure.target}" if cure.kind == "island" else cure.target
+def _named(remedy: ProposedRemedy) -> str:
+    return f"an island round {remedy.target}" if remedy.kind == "island" else remedy.target
 
 
 def diverged(fp32: TrialOutcome, why: str) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from halfstep import distributed
 from halfstep.formats import BF16, FORMATS, FP16, FP32
 from halfstep.guard.diagnosis.rerun import ON_GRADIENTS, ReplayConfig, RerunResult, batch_kept, rerun
-from halfstep.guard.verdict import Culprit, Cure
+from halfstep.guard.verdict import Culprit, ProposedRemedy
 from halfstep.numbers import number
 from halfstep.observe.nonfinite_origin import CONSTANT, MINUS_INF, NAN, OTHERS, Made, OperationInput
 from halfstep.observe.recorder import OUTSIDE
@@ -186,14 +186,14 @@ _MODULES = 3
 
 def remedies_for(
     trials: Trials, precision: Precision, culprit: Culprit | None, fp32: TrialOutcome, scale: float | None = 1.0
-) -> tuple[Cure, ...]:
+) -> tuple[ProposedRemedy, ...]:
     """Return the remedies for a step that fails in `precision` and not in fp32; `scale` None means the step's own."""
     tried = _islands(trials, precision, culprit, scale)
     if precision.computes is FP16:
         tried += _bf16(trials)
-    tried.append(Cure("precision", "fp32", None if fp32.error else True))
+    tried.append(ProposedRemedy("precision", "fp32", None if fp32.error else True))
     # Stable: the smallest change stays first among those that work.
-    return tuple(sorted(tried, key=lambda cure: not cure.works))
+    return tuple(sorted(tried, key=lambda remedy: not remedy.works))
 
 
 def candidates(model: nn.Module, module: str) -> list[str]:
@@ -206,24 +206,26 @@ def candidates(model: nn.Module, module: str) -> list[str]:
     return [path for path in found if not isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict))]
 
 
-def _islands(trials: Trials, precision: Precision, culprit: Culprit | None, scale: float | None) -> list[Cure]:
+def _islands(
+    trials: Trials, precision: Precision, culprit: Culprit | None, scale: float | None
+) -> list[ProposedRemedy]:
     """Try islands up to the first that works; enclosing ones would work too, but are larger."""
-    tried: list[Cure] = []
+    tried: list[ProposedRemedy] = []
     for path in candidates(trials.model, culprit.module) if culprit is not None else ():
         outcome = trials.run(ReplayConfig(precision, islands=(path,), scale=scale))
-        tried.append(Cure("island", path, None if outcome.error else outcome.finite))
+        tried.append(ProposedRemedy("island", path, None if outcome.error else outcome.finite))
         if outcome.finite:
             break
     return tried
 
 
-def _bf16(trials: Trials) -> list[Cure]:
+def _bf16(trials: Trials) -> list[ProposedRemedy]:
     device = next(trials.model.parameters()).device
     # If bf16 is only emulated on this device, a run that asks for it gets another precision.
     if not ability(describe(device), BF16.name).native:
         return []
     outcome = trials.run(ReplayConfig(precision_named("bf16"), scale=1.0))
-    return [Cure("precision", "bf16", None if outcome.error else outcome.finite)]
+    return [ProposedRemedy("precision", "bf16", None if outcome.error else outcome.finite)]
 
 
 _BY_THE_SECOND = ("div", "remainder", "fmod", "true_divide", "floor_divide")

@@ -101,7 +101,7 @@ class Headroom(Monitor):
                 "warning",
                 f"{path}: its largest output is {largest[path]:,.0f}, and {format.name} ends at {format.largest:,.0f}: "
                 f"{bits[path]:.1f} bits are left{and_more(len(fresh) - 1)}",
-                cure(path),
+                more_headroom(path),
             )
 
     def _say_when(self, largest: dict[str, float], left: dict[str, float], format: Format) -> Iterator[Finding]:
@@ -113,12 +113,12 @@ class Headroom(Monitor):
                 "warning",
                 f"{path}: its largest output is {largest[path]:,.4g} and grows steadily; it reaches {format.name}'s "
                 f"limit in about {round(left[path], -1):,.0f} steps{and_more(len(fresh) - 1)}",
-                cure(path),
+                more_headroom(path),
             )
 
 
-def cure(path: str) -> str:
-    """Return the remedies for a module with little headroom."""
+def more_headroom(path: str) -> str:
+    """Return the advice for a module with little headroom."""
     return f'halfstep.island(model, "{path}"), precision=bf16, or a lower learning rate'
 
 

@@ -8,7 +8,16 @@ from typing import NamedTuple, get_args
 from halfstep.errors import Diverged
 from halfstep.guard.repair.remedies import RemedyKind
 from halfstep.guard.streak import Limits, Streak
-from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, NOT_REPRODUCIBLE, WARM_UP, Cause, CureKind, Verdict
+from halfstep.guard.verdict import (
+    COMPILER,
+    DATA,
+    DIVERGENCE,
+    NOT_REPRODUCIBLE,
+    WARM_UP,
+    Cause,
+    ProposedRemedyKind,
+    Verdict,
+)
 from halfstep.observe.recorder import OUTSIDE
 
 REPAIR = "--guard repair"
@@ -27,7 +36,7 @@ class Wording(NamedTuple):
     """The setting or option to add to the command; empty if there is none."""
 
 
-_WORDINGS: dict[CureKind, Wording] = {
+_WORDINGS: dict[ProposedRemedyKind, Wording] = {
     "island": Wording('halfstep.island(model, "{}") before the Stepper is built', "keep the module {} in fp32", REPAIR),
     "precision": Wording("precision={}", "compute in {}", "precision={}"),
     "eager": Wording("train without torch.compile", "run without compiled code", "train.compile=false"),
@@ -45,13 +54,13 @@ _BY_CAUSE: dict[Cause, Wording] = {
     ),
     COMPILER: _WORDINGS["eager"],
 }
-"""The wordings of causes that no cure of the verdict was tried for."""
+"""The wordings of causes that no remedy of the verdict was tried for."""
 
 
 class Advice(NamedTuple):
     """A remedy for a run of `halfstep train`."""
 
-    kind: CureKind | None
+    kind: ProposedRemedyKind | None
     do: str
     setting: str
     """The setting or option that applies it; empty if there is none."""
@@ -59,19 +68,19 @@ class Advice(NamedTuple):
 
 def advise(verdict: Verdict, lr: str) -> Advice:
     """Return the advice for a recorded step; `lr` is the learning rate to try where that is the remedy."""
-    cure = next((cure for cure in verdict.cures if cure.works is not False), None)
-    kind = None if cure is None else cure.kind
+    remedy = next((remedy for remedy in verdict.remedies if remedy.works is not False), None)
+    kind = None if remedy is None else remedy.kind
     if verdict.cause == WARM_UP:
         return Advice(kind, "nothing: the loss scale adjusts by itself", "")
-    if cure is None:
+    if remedy is None:
         return Advice(kind, "let the run try its remedies", REPAIR)
-    if cure.kind == "island" and not cure.target:
+    if remedy.kind == "island" and not remedy.target:
         return Advice(kind, "keep the model in fp32", REPAIR)
-    wording = _WORDINGS[cure.kind]
-    if cure.kind == "skip":
+    wording = _WORDINGS[remedy.kind]
+    if remedy.kind == "skip":
         wording = _BY_CAUSE.get(verdict.cause, wording)
-    target = lr if cure.kind == "lower_rate" else cure.target
-    return Advice(kind, wording.in_words.format(cure.target), wording.setting.format(target))
+    target = lr if remedy.kind == "lower_rate" else remedy.target
+    return Advice(kind, wording.in_words.format(remedy.target), wording.setting.format(target))
 
 
 def advise_precision(name: str) -> Advice:
@@ -135,13 +144,13 @@ def _kept(streak: Streak, back_at: int | None) -> str:
 def _in_python(verdict: Verdict | None, mode: str, rates: Sequence[float]) -> str:
     """Return the remedy for a script of the user's own: a change that was tried first, then one for the cause."""
     if verdict is not None:
-        for cure in verdict.cures:
-            if cure.works and cure.kind in get_args(RemedyKind):
-                by_hand = _WORDINGS[cure.kind].in_python.format(cure.target)
+        for remedy in verdict.remedies:
+            if remedy.works and remedy.kind in get_args(RemedyKind):
+                by_hand = _WORDINGS[remedy.kind].in_python.format(remedy.target)
                 return by_hand if mode == "repair" else f"guard.mode=repair, or by hand: {by_hand}"
-        for cure in verdict.cures:
-            if cure.kind in ("fix_code", "restore") and cure.target:
-                return _WORDINGS[cure.kind].in_python.format(cure.target)
+        for remedy in verdict.remedies:
+            if remedy.kind in ("fix_code", "restore") and remedy.target:
+                return _WORDINGS[remedy.kind].in_python.format(remedy.target)
         if verdict.cause in _BY_CAUSE:
             return _BY_CAUSE[verdict.cause].in_python
     # Without a known cause, or after a divergence: a tenth of the last learning rate, but no more than the usual one.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from halfstep.errors import HalfstepError
-from halfstep.guard.verdict import Culprit, Cure, Verdict
+from halfstep.guard.verdict import Culprit, ProposedRemedy, Verdict
 from halfstep.precision.island import island, islands, lift_island
 from halfstep.step.stepper import Stepper
 
@@ -130,8 +130,8 @@ class RemedyApplier:
 
     def apply_first(self, verdict: Verdict) -> Remedy | None:
         """Place the first remedy that was tried and works, and return it; None if there is none."""
-        for cure in verdict.cures:
-            remedy = self._remedy(cure, key_of(verdict)) if cure.works else None
+        for proposed in verdict.remedies:
+            remedy = self._remedy(proposed, key_of(verdict)) if proposed.works else None
             if remedy is not None and self._placed(remedy):
                 self.remedies.placed.append(remedy)
                 return remedy
@@ -186,17 +186,17 @@ class RemedyApplier:
         if name not in (None, self._stepper.precision.name):
             self._stepper.change_precision(name or "")
 
-    def _remedy(self, cure: Cure, culprit: str) -> Remedy | None:
-        """Return the remedy for a `Cure`, or None if it is already in place or not allowed."""
+    def _remedy(self, proposed: ProposedRemedy, culprit: str) -> Remedy | None:
+        """Return the remedy to place, or None if it is already in place or not allowed."""
         # The same remedy twice would not help, and the run would never end. If it was lifted before, it now stays for
         # good.
         step, for_good = self._stepper.counts.applied, culprit in self.remedies.lifted
-        if cure.kind == "island" and len(self.remedies.islands) < self._most:
-            there = cure.target in islands(self._stepper.model)
-            return None if there else Remedy("island", cure.target, culprit, step, for_good=for_good)
-        if cure.kind == "precision" and cure.target != self._stepper.precision.name:
-            return Remedy("precision", cure.target, culprit, step, self._stepper.precision.name, for_good)
-        if cure.kind == "eager" and not self.remedies.eager:
+        if proposed.kind == "island" and len(self.remedies.islands) < self._most:
+            there = proposed.target in islands(self._stepper.model)
+            return None if there else Remedy("island", proposed.target, culprit, step, for_good=for_good)
+        if proposed.kind == "precision" and proposed.target != self._stepper.precision.name:
+            return Remedy("precision", proposed.target, culprit, step, self._stepper.precision.name, for_good)
+        if proposed.kind == "eager" and not self.remedies.eager:
             return Remedy("eager", "", culprit, step, for_good=for_good)
         return None
 

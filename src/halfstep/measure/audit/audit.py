@@ -134,7 +134,7 @@ def of_the_step(watched: ObservedStep, precision: Precision) -> list[Spotted]:
 
 def of_overflow(event: Event, survival: Survival, declared: tuple[str, ...]) -> Spotted:
     """Return the finding for an overflow, with the remedies that were tried."""
-    do = " or ".join(survival.do) or "find what makes it so large: no island and no format cures it"
+    do = " or ".join(survival.do) or "find what makes it so large: no island and no format fixes it"
     evidence = f"{survival.format} overflows {where(event)}"
     # An island's output is cast back to the format of its input; here the value overflows in that cast.
     if event.module in declared and event.operation == "aten._to_copy":

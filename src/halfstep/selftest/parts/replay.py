@@ -19,7 +19,7 @@ _PLACE = "middle.planted"
 
 
 class _Overflow(nn.Module):
-    """A product that fp32 holds and fp16 does not; what comes out is small again, so that an island cures it."""
+    """A product that fp32 holds and fp16 does not; what comes out is small again, so that an island fixes it."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return (hidden + 2.0) * 6e4 / 6e4
@@ -58,11 +58,11 @@ def check(place: PartContext) -> Measured:
     """Plant both, and compare what is named with what was planted."""
     overflow = _verdict(_Overflow(), precision_named("fp16"), place.device)
     _named(overflow, "aten.mul", PRECISION)
-    islands = [cure for cure in overflow.cures if cure.kind == "island" and cure.works]
-    require(bool(islands), "no island was found to cure an overflow of fp16")
+    islands = [remedy for remedy in overflow.remedies if remedy.kind == "island" and remedy.works]
+    require(bool(islands), "no island was found that fixes an overflow of fp16")
     _named(_verdict(_Logarithm(), place.chosen(), place.device), "aten.log", CODE)
-    figures = {"planted": 2, "place": _PLACE, "cure": islands[0].target}
-    return Measured("2 of 2 named, and an island as the cure", figures)
+    figures = {"planted": 2, "place": _PLACE, "remedy": islands[0].target}
+    return Measured("2 of 2 named, and an island as the remedy", figures)
 
 
 def _verdict(planted: nn.Module, precision: Precision, device: torch.device) -> Verdict:

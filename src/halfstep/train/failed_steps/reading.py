@@ -90,7 +90,7 @@ def refuse_earlier(place: Path) -> None:
         )
 
 
-FORMAT = 3
+FORMAT = 4
 """Increased when readers of the old format could not read the new one."""
 
 
