@@ -1,13 +1,13 @@
-"""What a step costs inside the loop of another library, beside that loop's own step.
+"""What a step costs inside the loop of another library, next to that loop's own step.
 
     python benchmarks/adapters.py [--pairs 15] [--steps 40] [--json] [--record]
 
 The same model in the same loop, once as its library runs it and once with halfstep's adapter: four Linear layers of 512
 with BatchNorm, batch 128, AdamW, clipping by norm and a schedule per step, in fp32, where the least time passes outside
 of Python, on one thread and in processor time. The adapters check loss, gradients and buffers, keep what a rollback
-needs, and have a Guardian; the loops of their own guard nothing. Runs of both kinds alternate, of a loop that is
-one's own single steps; a run's figure is the median of its steps without the first five, and the median over the pairs
-of runs is told. `aa` is a library's loop against itself.
+needs, and have a Guardian; the libraries' own loops guard nothing. Runs of both kinds alternate, in a hand-written loop
+single steps; a run's figure is the median of its steps without the first five. Reported: the median over the pairs of
+runs. `aa` is a library's loop against itself.
 """
 
 from __future__ import annotations

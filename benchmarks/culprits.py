@@ -2,7 +2,7 @@
 
     python benchmarks/culprits.py [--only NAME] [--warm-ups 200] [--json] [--record]
 
-What is expected of each fault is written beside it in benchmarks/plants/, whose docstring says how to add one. A fault
+What is expected of each fault is written next to it in benchmarks/plants/, whose docstring says how to add one. A fault
 is named where class, operation, module, direction and line are those that were planted. A warm-up is named right where
 every step that was skipped is called one. `--record` keeps the result in benchmarks/culprits.json. There is a line for
 each class, and the last line is `named=N/M false=K`: K of the warm-ups got another word.
@@ -160,7 +160,7 @@ def main() -> None:
     options.add_argument("--only", metavar="NAME", help="only the faults of this name, and no warm-ups")
     options.add_argument("--warm-ups", type=int, default=200)
     options.add_argument("--json", action="store_true", help="print one JSON object")
-    options.add_argument("--record", action="store_true", help="keep the result beside this file")
+    options.add_argument("--record", action="store_true", help="keep the result next to this file")
     given = options.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

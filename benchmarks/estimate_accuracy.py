@@ -1,4 +1,4 @@
-"""What `estimate` predicts beside what the allocator counts in a real run, for six models that people train.
+"""What `estimate` predicts next to what the allocator counts in a real run, for six models that people train.
 
     python benchmarks/estimate_accuracy.py [--only gpt2] [--json] [--record]
 
@@ -135,7 +135,7 @@ MODELS: dict[str, tuple[Callable[[int], Parts], tuple[int, int]]] = {
 }
 
 
-# -- beside the six: held out of the last line; convnext's and the encoder's errors have led to rules since --------
+# -- next to the six: held out of the last line; convnext's and the encoder's errors have led to rules since --------
 
 
 def small_images(name: str, pixels: int, size: int) -> Parts:

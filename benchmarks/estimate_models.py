@@ -1,4 +1,4 @@
-"""What `estimate` predicts for models of many libraries, beside what the allocator counts in a real second update.
+"""What `estimate` predicts for models of many libraries, next to what the allocator counts in a real second update.
 
     python benchmarks/estimate_models.py [--only lstm] [--record]
 

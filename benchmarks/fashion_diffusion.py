@@ -6,7 +6,7 @@ Needs `halfstep data get fashion_mnist` once. The two runs are `halfstep train f
 fashion_diffusion`, as they ship. The samples ask for the ten classes in turn; a small convolutional network, trained
 here on the real images and on nothing else, says how many of them show what was asked for. Its own training is not
 part of the time, which is that from the first run's folder to the second's result, encoding between them included, and
-that of sampling. Runs that are finished in `--out` are taken as they are. `--record` keeps the result beside this file,
+that of sampling. Runs that are finished in `--out` are reused. `--record` keeps the result next to this file,
 and a grid of samples in docs/fashion_samples.png.
 """
 

@@ -1,11 +1,11 @@
-"""Memory and time of bf16 beside fp32 for the four tasks, in one table.
+"""Memory and time of bf16 next to fp32 for the four tasks, in one table.
 
     python benchmarks/four_tasks.py [segmentation classification diffusion slots] [--pairs 60] [--json] [--record]
 
 Each task is a recipe with drawn data, both arms in channels_last, each in a process of its own. `predicted` is what
 `halfstep estimate` says from fake tensors, `counted` the highest sum of the allocator's own events over the second
 update; neither holds an average of the weights. The speed-up is the median of paired, interleaved updates with its 95 %
-interval; `aa` is fp32 beside itself. `--record` keeps the result in benchmarks/four_tasks.json, and the table in
+interval; `aa` is fp32 next to itself. `--record` keeps the result in benchmarks/four_tasks.json, and the table in
 benchmarks/four_tasks.md.
 """
 

@@ -1,4 +1,4 @@
-"""What every guard together costs beside the same step without one, on a model of ordinary size.
+"""What every guard together costs next to the same step without one, on a model of ordinary size.
 
     python benchmarks/guard_cost.py [--pairs 60] [--size 224] [--batch 16] [--json] [--record]
 
@@ -113,7 +113,7 @@ class Reads(TorchDispatchMode):
 
 
 def host_reads(step: Callable[[], object]) -> int:
-    """In one call; tolist() reads memory at once, and is counted beside what dispatch sees."""
+    """In one call; tolist() reads memory at once, and is counted next to what dispatch sees."""
     original, lists = Tensor.tolist, []
     Tensor.tolist = lambda self: lists.append(1) or original(self)  # type: ignore[method-assign]
     try:

@@ -294,7 +294,7 @@ def main() -> None:
     options.add_argument("--runs", type=int, help="how many, over all shapes; 500, or 40 odd ones")
     options.add_argument("--only", metavar="SHAPE", help="only the runs of this shape")
     options.add_argument("--json", action="store_true", help="print one JSON object")
-    options.add_argument("--record", action="store_true", help="keep the result beside this file")
+    options.add_argument("--record", action="store_true", help="keep the result next to this file")
     given = options.parse_args()
     shapes, runs, name = (ODD, 40, "odd_runs") if given.odd else (SHAPES, 500, "healthy_runs")
     if given.only not in (None, *shapes):

@@ -6,8 +6,8 @@
 The journal is of an fp16 run that was restarted three times, with losses that are not finite, skips, speeds,
 evaluations and epochs, in files of 100 MB as the trainer writes them. It is written to a temporary folder first, and
 counts for nothing. Seconds are of the processor; rise is what the peak of the resident memory grew by. `recall` is what
-a run that resumes spends on its console, its log and its curves; beside it the same with the parser of the standard
-library. `--json` keeps the figures beside this file.
+a run that resumes spends on its console, its log and its curves; next to it the same with the parser of the standard
+library. `--json` keeps the figures next to this file.
 
 `--commands` runs real commands on a run whose journal has so many lines: `halfstep report`, `halfstep train` that
 resumes from a checkpoint behind all these lines, and one that resumes from a checkpoint before them and cuts them off.

@@ -407,7 +407,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--only", metavar="NAME", help="only the classes of this name")
     options.add_argument("--json", action="store_true", help="print one JSON object")
-    options.add_argument("--record", action="store_true", help="keep the result beside this file")
+    options.add_argument("--record", action="store_true", help="keep the result next to this file")
     given = options.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

@@ -5,9 +5,9 @@
 Needs `python -m benchmarks.sets aerial_buildings` once. A hundred of its crops, evenly from nine orthophotos, are put
 into a folder as a person would have them; then `halfstep train segment --data_dir FOLDER` is run with no other setting
 than its seed. The IoU of buildings is measured on the 118 crops of three orthophotos of which nothing was in the
-folder, with `halfstep predict`; beside it stands the IoU of calling every pixel a building. The minutes are those of
+folder, with `halfstep predict`; next to it stands the IoU of calling every pixel a building. The minutes are those of
 the command on the clock, the pictures of its evaluations included; `cpu_minutes` is what it and its processes
-computed, on a machine that others may have used at the same time. `--record` keeps the result beside this file.
+computed, on a machine that others may have used at the same time. `--record` keeps the result next to this file.
 """
 
 from __future__ import annotations

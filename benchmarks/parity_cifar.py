@@ -11,7 +11,7 @@ AdamW at 1e-4, on a loss that is small (times 1e-5, which AdamW does not feel). 
     bf16_weights    a plain loop with the weights themselves stored in bf16, where small updates round to nothing
     fp16_unscaled   a plain loop with fp16 autocast and no loss scale, where small gradients underflow
 
-The last line has the four verdicts, as `halfstep.measure.parity` gives them. `--record` keeps the figures beside this
+The last line has the four verdicts, as `halfstep.measure.parity` gives them. `--record` keeps the figures next to this
 file.
 """
 

@@ -5,7 +5,7 @@
 Run it from the root of the repository, on an idle machine. For each subject: `halfstep plan` within its time; then a
 sweep of every cell at the same global batch (strict fp32 and each precision that is native here, both layouts, eager in
 one micro-batch or two, compiled in one), each in a process of its own; then the sweep's winner and the plan's choice
-in turns, beside strict fp32. `speedup` is the choice over strict fp32, `of_best` the winner's time over the choice's,
+in turns, next to strict fp32. `speedup` is the choice over strict fp32, `of_best` the winner's time over the choice's,
 each the median over pairs; `aa` is the choice against a second process of itself.
 """
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="for each plan")
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}, beside this file")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}, next to this file")
     given = parser.parse_args()
     wanted = given.subjects or list(SUBJECTS)
     if not set(wanted) <= set(SUBJECTS):

@@ -193,7 +193,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--seconds", type=float, default=8.0, help="about how long to measure each")
     options.add_argument("--json", action="store_true", help="print one JSON object")
-    options.add_argument("--record", action="store_true", help="keep the result beside this file")
+    options.add_argument("--record", action="store_true", help="keep the result next to this file")
     options.add_argument("names", nargs="*", help="only these")
     given = options.parse_args()
     rows = []

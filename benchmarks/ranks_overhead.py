@@ -1,4 +1,4 @@
-"""What the trainer costs on two ranks beside bare loops with DDP and with FSDP2, on the same model and data.
+"""What the trainer costs on two ranks next to bare loops with DDP and with FSDP2, on the same model and data.
 
     python benchmarks/ranks_overhead.py [--pairs 40] [--ranks 2] [--record]
 
@@ -47,7 +47,7 @@ MODES = ("ddp", "fsdp")
 
 
 class Block(nn.Module):
-    """A feed-forward layer after a norm, beside a residual."""
+    """A feed-forward layer after a norm, next to a residual."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Real data, the same seeds and budget, strict fp32 beside bf16: time per epoch, speed-up, final metric.
+"""Real data, the same seeds and budget, strict fp32 next to bf16: time per epoch, speed-up, final metric.
 
     python benchmarks/real_data.py [--recipes aerial_buildings cifar10] [--seeds 3] [--set train.epochs=4] [--write]
 
@@ -6,7 +6,7 @@ Needs `python -m benchmarks.sets aerial_buildings` and `halfstep data get cifar1
 trainer's own, with everything it does, in one process and step by step in turns, so that whatever else the machine
 does falls on both. The speed-up is the median over the pairs of steps; the first step of each epoch, in which the
 epoch before is evaluated, is left out. Time per epoch is the median step times the steps of an epoch. `--write` keeps
-the table beside this file.
+the table next to this file.
 """
 
 from __future__ import annotations

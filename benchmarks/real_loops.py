@@ -83,7 +83,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--only", metavar="NAME", help="only this loop, or this family")
     options.add_argument("--json", action="store_true", help="print one JSON object")
-    options.add_argument("--record", action="store_true", help="keep the result beside this file")
+    options.add_argument("--record", action="store_true", help="keep the result next to this file")
     given = options.parse_args()
     chosen = [one for one in all_loops().values() if given.only in (None, one.name, one.family)]
     if not chosen:

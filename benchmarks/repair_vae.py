@@ -1,4 +1,4 @@
-"""A variational autoencoder that overflows fp16 in one module, trained under guard: repair, beside fp32.
+"""A variational autoencoder that overflows fp16 in one module, trained under guard: repair, next to fp32.
 
     python benchmarks/repair_vae.py [--seeds 3] [--steps 400] [--json]
 

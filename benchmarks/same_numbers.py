@@ -2,7 +2,7 @@
 
     python benchmarks/same_numbers.py --out before.json      # at the commit before the change
     python benchmarks/same_numbers.py --against before.json  # at the commit after it
-    python benchmarks/same_numbers.py --record               # keeps the digests beside this file
+    python benchmarks/same_numbers.py --record               # keeps the digests next to this file
 
 Every tiny recipe is trained for a few steps in fp32 and in bf16 by the command, each in a process of its own, with
 one thread. Digests are over values: the losses as the journal has them, the weights, and all tensors of the last

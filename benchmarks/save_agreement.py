@@ -6,7 +6,7 @@ Forked ranks on one machine, each with a client of one store. `store` is what a 
 which every rank sends a text to rank 0, and one answer comes back (`halfstep.distributed.RankGroup`). `gloo` is what it
 did before: four times, every rank got the texts of all, in two all-reduces. Seconds are from the first rank's call to
 the last rank's return, the median of `--times`, behind a barrier of its own. The ranks share the cores of this machine,
-so a real cluster is faster in both; what grows with the ranks is the point. `--record` keeps it beside this file.
+so a real cluster is faster in both; what grows with the ranks is the point. `--record` keeps it next to this file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint costs the training: the stand-still of a background save beside that of a synchronous one.
+"""What a checkpoint costs the training: the stand-still of a background save next to that of a synchronous one.
 
     python benchmarks/save_stall.py [--pairs 12] [--folder .] [--model resnet50] [--json]
 
@@ -7,7 +7,7 @@ which takes about half a second. Synchronous and background saves of it alternat
 first in a pair. Blocked is the time from the call to its return, with everything in between. While a background save
 is written the training goes on, more slowly: lost is the blocked time and what the steps meanwhile took longer than
 the median of the steps right before. The first background save allocates the buffers, and stands apart. At the end
-`halfstep verify` reads the checkpoints, from the system's cache and from the disk. `--json` keeps the figures beside
+`halfstep verify` reads the checkpoints, from the system's cache and from the disk. `--json` keeps the figures next to
 this file.
 """
 
@@ -49,7 +49,7 @@ from halfstep.train.run import make_loop
 HERE = Path(__file__).parent
 GOAL = 0.15
 BEFORE = 3
-"""Steps without a save, to compare with those beside one."""
+"""Steps without a save, to compare with those next to one."""
 WARM = 3
 SETTINGS = ["data.samples=40000", "data.size=96", "train.steps=7000", "train.batch_size=4", "precision=fp32"]
 SETTINGS += ["checkpoint.every_steps=1000000", "run.log_every=1000000", "train.num_workers=0"]
@@ -63,7 +63,7 @@ class Save:
     committed: float
     """Seconds from the call to the commit."""
     lost: float
-    """Blocked, and what the steps beside it took longer."""
+    """Blocked, and what the steps next to it took longer."""
     steps: int
     """That were trained while it was written."""
     step: float

@@ -52,7 +52,7 @@ def turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward layer, each after a norm and beside a residual."""
+    """Attention and a gated feed-forward layer, each after a norm and next to a residual."""
 
     def __init__(self) -> None:
         super().__init__()

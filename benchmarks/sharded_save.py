@@ -9,7 +9,7 @@ samples. It is compared with `shard`, the bytes that the rank writes: a copy of 
 needs, once. Blocked is the time from the call to its return, the later saves' median (the first one allocates), as a
 share of the median step. Then as many new ranks build the same run and resume it; `opened` is how many files of tensors
 they opened in all, counted where files are opened, and `needed` is how many hold chunks of theirs, from the manifest.
-What is read is compared with what was saved by a digest of each rank's shards. `--record` keeps it beside this file.
+What is read is compared with what was saved by a digest of each rank's shards. `--record` keeps it next to this file.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Slots on moving sprites in bf16: how well they divide the things in clips, beside slots that know nothing.
+"""Slots on moving sprites in bf16: how well they divide the things in clips, next to slots that know nothing.
 
     python benchmarks/slots_sprites.py [--out runs/slots_sprites] [--record]
 
 Needs `python -m benchmarks.sets dsprites` once. The run is `halfstep train benchmarks/recipes/slots_sprites.yaml`; one
 that is finished in `--out` is taken as it is. `untrained` is the same model with the weights it began with, `random` a
-slot drawn for each pixel by itself. FG-ARI and mBO are over the validation clips. `--record` keeps the result beside
+slot drawn for each pixel by itself. FG-ARI and mBO are over the validation clips. `--record` keeps the result next to
 this file, and clips with their slots in docs/slots_masks.png.
 """
 

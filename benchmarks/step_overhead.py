@@ -1,4 +1,4 @@
-"""What a step costs beside the same step written by hand, and beside what two popular wrappers add.
+"""What a step costs next to the same step written by hand, and next to what two popular wrappers add.
 
     python benchmarks/step_overhead.py [--pairs 100] [--calls 100] [--json] [--record] [--profile [ARM]]
     python benchmarks/step_overhead.py --against CHECKOUT [--pairs 120] [--calls 100] [--json]
@@ -9,7 +9,7 @@ halfstep's arm also checks the loss and every gradient, keeps buffers and genera
 `guarded` has a Guardian in repair mode round it, with all alarms and meters, which look at one step in 50 and copy the
 run in memory once in 100: as many calls as that are timed together. The others guard nothing.
 
-Four more models, each beside its own hand-written loop, which clips, schedules and averages as well:
+Four more models, each next to its own hand-written loop, which clips, schedules and averages as well:
 `masks`: a GPT of 12 layers with 24 causal masks of 1024 x 1024 as buffers, 12 of them bool and 12 fp32, 64 tokens at a
 time; `two_optimizers`: Muon and AdamW with one loss and one clip, on matrices, embeddings and norms; `tensors2000`:
 1,000 small Linears, so that everything that is counted by tensor shows; `frozen_base`: 100 million frozen parameters
@@ -153,7 +153,7 @@ def with_accelerate() -> Callable[[], object]:
     return step
 
 
-# -- other models, each beside its own loop by hand ------------------------------------------------------------------
+# -- other models, each next to its own loop by hand ------------------------------------------------------------------
 
 Optimizers = dict[str, torch.optim.Optimizer]
 
@@ -276,7 +276,7 @@ def stepped(name: str) -> Callable[[], object]:
 
 
 def measured_models(pairs: int) -> dict[str, clock.Ratio]:
-    """Each of the other models beside its own loop, and that loop beside itself."""
+    """Each of the other models next to its own loop, and that loop next to itself."""
     found: dict[str, clock.Ratio] = {}
     for name in MODELS:
         arms = {"bare": by_hand(name), "aa": by_hand(name), name: stepped(name)}

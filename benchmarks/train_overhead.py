@@ -1,4 +1,4 @@
-"""What the trainer costs beside a bare loop with the same settings and data.
+"""What the trainer costs next to a bare loop with the same settings and data.
 
     python benchmarks/train_overhead.py [--pairs 60] [--size 224] [--precision bf16] [--json]
     python benchmarks/train_overhead.py --against CHECKOUT [--pairs 120] [--size 224] [--precision bf16] [--json]

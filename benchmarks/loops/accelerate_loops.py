@@ -109,7 +109,7 @@ def spoil(batch: Batch) -> Batch:
 
 
 def kept(bad: Sequence[int], many: int = 1, **options: Any) -> str:
-    """Bad windows before these windows leave no trace beside accelerate's own run without them."""
+    """Bad windows before these windows leave no trace next to accelerate's own run without them."""
     hand = Run(BATCHES, ours=False, many=many, **dict(options))
     hand.train()
     given: list[Batch] = []
@@ -121,7 +121,7 @@ def kept(bad: Sequence[int], many: int = 1, **options: Any) -> str:
     reports = ours.train()
     require(sum(not r.applied for r in reports) == len(bad), f"{[r.applied for r in reports]}")
     differ = differences(hand.state(), ours.state())
-    require(not differ, f"beside accelerate's run without the bad batches: {len(differ)} differ: {differ[:4]}")
+    require(not differ, f"compared with accelerate's run without the bad batches: {len(differ)} differ: {differ[:4]}")
     return f"{len(bad)} bad windows left no trace; bitwise as accelerate without them"
 
 
@@ -152,7 +152,7 @@ def accelerate_step_with_a_loss_function() -> str:
         require(not report.applied, "a bad batch was applied")
         require_same(before, run.state(), "after a skip")
         require(run.stepper.step(run.loss, batch).applied, "not applied")
-    require_same(hand.state(), run.state(), "beside accelerate's own run")
+    require_same(hand.state(), run.state(), "compared with accelerate's own run")
     return "6 skips undone, 6 steps bitwise as accelerate"
 
 

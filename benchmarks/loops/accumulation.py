@@ -170,7 +170,7 @@ def windows_over_a_loader() -> str:
 
         by_hand(one, window)
     require(sizes == [4, 4, 2], f"{sizes}")
-    require_same(one.state(), many.state(), "beside the loop by hand")
+    require_same(one.state(), many.state(), "compared with the loop by hand")
     return "windows of 4, 4 and 2, bitwise as by hand"
 
 

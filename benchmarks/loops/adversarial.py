@@ -80,7 +80,7 @@ def gan_in_turns_with_only() -> str:
             case.loss_fn = fn
             skips(case, (batch[0] * NAN, batch[1] * NAN), only=name)
             require(stepper.step(fn, batch, only=name).applied, "not applied")
-    require_same(Case(hand, by_name, d_loss).state(), case.state(), "beside the loop by hand")
+    require_same(Case(hand, by_name, d_loss).state(), case.state(), "compared with the loop by hand")
     return "4 turns bitwise as by hand, 8 skips bitwise undone"
 
 
@@ -102,7 +102,7 @@ def gan_toggled_requires_grad() -> str:
             fn(hand, batch).backward()
             by_name[name].step()
             require(stepper.step(fn, batch, only=name).applied, "not applied")
-    require_same(Case(hand, by_name, d_loss).state(), case.state(), "beside the loop by hand")
+    require_same(Case(hand, by_name, d_loss).state(), case.state(), "compared with the loop by hand")
     return "4 turns with toggling bitwise as by hand"
 
 
@@ -207,7 +207,7 @@ def cycle_gan_chain_and_toggle() -> str:
             case.loss_fn = fn
             skips(case, (batch[0] * NAN, batch[1]), only=name)
             require(stepper.step(fn, batch, only=name).applied, "not applied")
-    require_same(Case(hand, {"g": hg, "d": hd}, cycle_g).state(), case.state(), "beside the loop by hand")
+    require_same(Case(hand, {"g": hg, "d": hd}, cycle_g).state(), case.state(), "compared with the loop by hand")
     return "4 turns bitwise as by hand, 8 skips bitwise undone"
 
 

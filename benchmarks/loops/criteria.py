@@ -34,7 +34,7 @@ BATCHES = labelled(6)
 
 
 def with_criterion(make: Callable[[], Any], *read: str) -> Callable[[], Case]:
-    """A closure that holds the criterion; `read` are its attributes beside its parameters and buffers."""
+    """A closure that holds the criterion; `read` are its attributes next to its parameters and buffers."""
 
     def build() -> Case:
         model, criterion = mlp(norm=True), make()
@@ -107,7 +107,7 @@ def centre_of_a_plain_object_in_bf16() -> str:
 
 @loop
 def centre_of_a_bound_method_in_a_dict() -> str:
-    """`losses["centre"] = plain.__call__`, with its weight beside it."""
+    """`losses["centre"] = plain.__call__`, with its weight next to it."""
 
     def build() -> Case:
         model, plain = mlp(), PlainCentre()

@@ -337,9 +337,9 @@ def promise(
         require(report.applied, f"a good batch was not applied: {report}")
     last = skips(ours, bad, batch=batches[-1])
     if not exact:
-        require_close(hand.model, ours.model, "beside the loop by hand", rtol=2e-3, atol=1e-4)
+        require_close(hand.model, ours.model, "compared with the loop by hand", rtol=2e-3, atol=1e-4)
         return f"close to the loop by hand; {len(at) + 1} skips ({last.reason}) bitwise undone"
-    require_same(hand.state(), ours.state(), "beside the loop by hand")
+    require_same(hand.state(), ours.state(), "compared with the loop by hand")
     return f"{len(batches)} steps bitwise as by hand; {len(at) + 1} skips ({last.reason}) bitwise undone"
 
 
@@ -372,7 +372,7 @@ def promise_in_three_calls(
             require_same(before, ours.state(), f"after a skip before step {i}")
         if batch is not None:
             require(in_three_calls(ours, batch).applied, "a good batch was not applied")
-    require_same(hand.state(), ours.state(), "beside the loop by hand")
+    require_same(hand.state(), ours.state(), "compared with the loop by hand")
     return f"{len(batches)} steps in three calls bitwise as by hand; {len(at) + 1} skips bitwise undone"
 
 

@@ -135,7 +135,7 @@ def tokens_counted_over_unequal_micro_batches() -> str:
     case = Case(model, sgd(model), counted)
     report = case.start().step(counted, Window([(x[:4], y[:4]), (x[4:9], y[4:9]), (x[9:], y[9:])]))
     require(report.applied, str(report))
-    require_close(hand, model, "beside one large batch")
+    require_close(hand, model, "compared with one large batch")
     return "3 micro-batches with 3, 2 and 3 counted rows equal one of 8"
 
 

@@ -37,7 +37,7 @@ PAGE = "adapters/lightning.md"
 
 
 class Host(pl.LightningModule):
-    """The module of these loops; `outside()` is what its step writes beside weights and buffers."""
+    """The module of these loops; `outside()` is what its step writes next to weights and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def kept(make: Callable[[], Host], bad: Sequence[int] = (0, 3), many: int = 1, *
     hand = numbers(*fitted(make, BATCHES, ours=False, **options))
     ours = numbers(*fitted(make, with_bad, **options))
     differ = differences(hand, ours)
-    require(not differ, f"beside Lightning's run without the bad batches: {len(differ)} differ: {differ[:4]}")
+    require(not differ, f"compared with Lightning's run without the bad batches: {len(differ)} differ: {differ[:4]}")
     return f"{len(bad)} bad windows left no trace; bitwise as Lightning without them"
 
 
@@ -222,7 +222,7 @@ def lightning_schedule_by_step_and_two_bad_in_a_row() -> str:
     hand = numbers(*fitted(Scheduled, BATCHES, ours=False))
     bad = [spoil(BATCHES[0])] * 2
     module, trainer = fitted(Scheduled, [*bad, *BATCHES[:3], *bad, *BATCHES[3:]])
-    require_same(hand, numbers(module, trainer), "beside Lightning's run without the bad batches")
+    require_same(hand, numbers(module, trainer), "compared with Lightning's run without the bad batches")
     require(trainer.global_step == 6, f"global_step is {trainer.global_step}")
     return "4 bad batches in two rows left no trace, schedule included"
 
@@ -317,5 +317,5 @@ def lightning_over_a_data_loader_in_two_epochs() -> str:
             trainer.fit(module, DataLoader(data, batch_size=8))
         return numbers(module, trainer)
 
-    require_same(run(False), run(True), "beside Lightning's run without the bad batches")
+    require_same(run(False), run(True), "compared with Lightning's run without the bad batches")
     return "12 steps bitwise as Lightning without the 2 bad batches"

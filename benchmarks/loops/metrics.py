@@ -69,7 +69,7 @@ def counted(metric: torchmetrics.Metric, includes: bool, form: Callable[[Case, A
             wanted_inputs.clear()
             require(form(case, batch).applied, "not applied")
         wanted.update(*wanted_inputs[-1])
-    require_same(dict(flat(states(wanted))), dict(flat(states(metric))), "beside a metric of the applied steps")
+    require_same(dict(flat(states(wanted))), dict(flat(states(metric))), "compared with a metric of the applied steps")
     require(torch.equal(wanted.compute(), metric.compute()), f"{metric.compute()}, not {wanted.compute()}")
     return f"5 of 10 batches counted: {metric.compute()}"
 

@@ -141,7 +141,7 @@ def learning_rate_set_by_hand() -> str:
     from benchmarks.loops.harness import by_hand
 
     hand, ours = run(by_hand), run(lambda case, batch: case.stepper.step(mse, batch))
-    require_same(hand, ours, "beside the loop by hand")
+    require_same(hand, ours, "compared with the loop by hand")
     return "5 warm-up rates written by hand, bitwise as by hand"
 
 
@@ -374,7 +374,7 @@ def clip_by_value() -> str:
         mse(hand, batch).backward()
         nn.utils.clip_grad_value_(hand.parameters(), 1e-3)
         other.step()
-    require_same(Case(hand, other, mse).state(), case.state(), "beside clip_grad_value_")
+    require_same(Case(hand, other, mse).state(), case.state(), "compared with clip_grad_value_")
     return "bitwise as clip_grad_value_"
 
 
@@ -396,5 +396,5 @@ def clip_norm_by_optimizer() -> str:
         nn.utils.clip_grad_norm_(hand[2].parameters(), 0.2)
         a.step()
         b.step()
-    require_same(Case(hand, {"a": a, "b": b}, mse).state(), case.state(), "beside clipping by hand")
+    require_same(Case(hand, {"a": a, "b": b}, mse).state(), case.state(), "compared with clipping by hand")
     return "bitwise as two clip_grad_norm_"

@@ -72,7 +72,7 @@ def fp16_hundred_steps_as_grad_scaler() -> str:
 
         by_hand(hand, batch, "fp16", scaler)
         skipped += not ours.stepper.step(ce, batch).applied
-    require_same(hand.state(), ours.state(), "beside GradScaler")
+    require_same(hand.state(), ours.state(), "compared with GradScaler")
     ours_scale = next(iter(ours.stepper.loss_scales.values()))
     require(ours_scale == scaler.get_scale(), f"scale {ours_scale}, GradScaler's {scaler.get_scale()}")
     return f"100 steps, {skipped} skipped, scale {ours_scale:g}: bitwise as GradScaler"
@@ -191,7 +191,7 @@ def _diffusers() -> Any:
 
 @loop
 def latent_diffusion_with_an_fp32_vae() -> str:
-    """diffusers: AutoencoderKL as an island beside a UNet2DConditionModel in bf16."""
+    """diffusers: AutoencoderKL as an island next to a UNet2DConditionModel in bf16."""
     torch.manual_seed(0)
     vae, unet, schedule = _diffusers()
     vae = island(vae.requires_grad_(False))
@@ -309,7 +309,7 @@ def change_precision_to_fp32_and_back() -> str:
             stepper.change_precision("fp32" if i == 3 else "bf16")
         by_hand(hand, batch, "fp32" if 3 <= i < 6 else "bf16")
         trains(ours, [batch])
-    require_same(hand.state(), ours.state(), "beside the loop by hand")
+    require_same(hand.state(), ours.state(), "compared with the loop by hand")
     return "bf16, fp32, bf16: 9 steps bitwise as by hand"
 
 

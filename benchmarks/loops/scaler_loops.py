@@ -186,7 +186,7 @@ def scaler_over_windows_with_a_bad_micro_batch() -> str:
                 run.step(spoil(BATCHES[i]), BATCHES[i + 1])
             run.step(BATCHES[i], BATCHES[i + 1])
         ends.append(run.state())
-    require_same(ends[0], ends[1], "beside torch's scaler without the bad windows")
+    require_same(ends[0], ends[1], "compared with torch's scaler without the bad windows")
     return "6 windows with one bad micro-batch left no trace"
 
 
@@ -220,7 +220,7 @@ def scaler_resumed_from_torchs_own_state() -> str:
     run.step(spoil(BATCHES[3]))
     for batch in BATCHES[3:]:
         run.step(batch)
-    require_same(wanted, run.state(), "beside torch's scaler without the bad batch")
+    require_same(wanted, run.state(), "compared with torch's scaler without the bad batch")
     return "bitwise as torch's scaler, with a skip right after the change"
 
 

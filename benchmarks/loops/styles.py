@@ -107,7 +107,7 @@ def data_loader_over_two_epochs() -> str:
             model.train()
         return case.state()
 
-    require_same(run(False), run(True), "beside the loop by hand")
+    require_same(run(False), run(True), "compared with the loop by hand")
     return "2 epochs of 5 batches bitwise as by hand"
 
 
@@ -156,7 +156,7 @@ def lambda_in_the_loop() -> str:
                 F.cross_entropy(head(model(x)), y).backward()
                 case.optimizer.step()
         states.append(case.state())
-    require_same(*states, "beside the loop by hand")
+    require_same(*states, "compared with the loop by hand")
     return "4 lambdas bitwise as by hand, and the module that they hold is taken back"
 
 
@@ -404,7 +404,7 @@ def _edited(edit: Callable[[list[Tensor]], None], drawn: torch.Generator) -> str
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 case.optimizer.step()
         states.append(case.state())
-    require_same(*states, "beside the loop by hand")
+    require_same(*states, "compared with the loop by hand")
     return "4 edited steps bitwise as by hand"
 
 

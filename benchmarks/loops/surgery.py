@@ -81,7 +81,7 @@ def changed(change: Callable[[Case], None], make: Callable[[], nn.Module] = stac
             else:
                 by_hand(case, batch)
         ends.append(case.state())
-    require_same(ends[0], ends[1], "beside the loop by hand")
+    require_same(ends[0], ends[1], "compared with the loop by hand")
     return "3 skips undone, one of them in the first step after the change; 8 steps bitwise as by hand"
 
 
@@ -336,7 +336,7 @@ def gan_in_turns_with_a_history_of_fakes() -> str:
                     skips(case, poisoned(batch), only=name)
                 trains(case, [batch], only=name)
         ends.append(case.state())
-    require_same(ends[0], ends[1], "beside the run without bad batches")
+    require_same(ends[0], ends[1], "compared with the run without bad batches")
     return "6 skips undone, 16 steps bitwise as without bad batches"
 
 
@@ -353,7 +353,7 @@ def gan_of_a_dict_of_losses_with_a_history() -> str:
                 skips(case, poisoned(batch))
             trains(case, [batch])
         ends.append(case.state())
-    require_same(ends[0], ends[1], "beside the run without bad batches")
+    require_same(ends[0], ends[1], "compared with the run without bad batches")
     return "3 skips undone, 8 steps bitwise as without bad batches"
 
 

@@ -155,7 +155,7 @@ def kept(
     hand = numbers(trained(make, BATCHES, False, stock, **options))
     ours = numbers(trained(make, given, True, safe, **options))
     differ = differences(hand, ours)
-    require(not differ, f"beside the Trainer's run without the bad batches: {len(differ)} differ: {differ[:4]}")
+    require(not differ, f"compared with the Trainer's run without the bad batches: {len(differ)} differ: {differ[:4]}")
     return f"{len(bad)} bad windows left no trace; bitwise as the Trainer without them"
 
 
@@ -215,7 +215,7 @@ def transformers_criterion_of_the_trainer() -> str:
 def transformers_two_bad_in_a_row_at_the_beginning() -> str:
     hand = numbers(trained(HiddenTeacher, BATCHES, False))
     ours = trained(HiddenTeacher, [spoil(BATCHES[0])] * 2 + BATCHES, True)
-    require_same(hand, numbers(ours), "beside the Trainer's run without the bad batches")
+    require_same(hand, numbers(ours), "compared with the Trainer's run without the bad batches")
     require(ours.hosted.stepper.counts.applied == 6, f"{ours.hosted.stepper.counts}")
     return "2 bad batches at the beginning left no trace"
 

@@ -108,7 +108,7 @@ def error_after_the_forward_of_a_rich_model() -> str:
         if i in (0, 3):
             undone(case, lambda b=batch: case.stepper.step(failing, b), Error)
         trains(case, [batch])
-    require_same(as_by_hand(BATCHES), case.state(), "beside the loop by hand")
+    require_same(as_by_hand(BATCHES), case.state(), "compared with the loop by hand")
     return "2 errors undone, 6 steps bitwise as by hand"
 
 
@@ -129,7 +129,7 @@ def error_in_backward_of_a_rich_model() -> str:
     undone(case, lambda: case.stepper.step(failing, BATCHES[2]), Error)
     undone(case, lambda: case.stepper.step(failing, Window(BATCHES[2:4])), Error)
     trains(case, BATCHES[2:])
-    require_same(as_by_hand(BATCHES), case.state(), "beside the loop by hand")
+    require_same(as_by_hand(BATCHES), case.state(), "compared with the loop by hand")
     return "2 errors in backward undone, 6 steps bitwise as by hand"
 
 
@@ -147,7 +147,7 @@ def ctrl_c_in_the_forward_of_a_rich_model() -> str:
         if i in (0, 2):
             undone(case, lambda b=batch: case.stepper.step(interrupted, b), KeyboardInterrupt)
         trains(case, [batch])
-    require_same(as_by_hand(BATCHES), case.state(), "beside the loop by hand")
+    require_same(as_by_hand(BATCHES), case.state(), "compared with the loop by hand")
     return "2 interrupts undone, 6 steps bitwise as by hand"
 
 
@@ -164,7 +164,7 @@ def discarded_window_of_a_rich_model() -> str:
     case.stepper.discard()
     require_same(before, case.state(), "after discard()")
     trains(case, BATCHES[2:])
-    require_same(as_by_hand(BATCHES), case.state(), "beside the loop by hand")
+    require_same(as_by_hand(BATCHES), case.state(), "compared with the loop by hand")
     return "the window was given up, 6 steps bitwise as by hand"
 
 
@@ -185,7 +185,7 @@ def error_inside_the_context_of_a_rich_model() -> str:
         pass
     require_same(before, case.state(), "after an error in the window")
     trains(case, BATCHES[2:])
-    require_same(as_by_hand(BATCHES), case.state(), "beside the loop by hand")
+    require_same(as_by_hand(BATCHES), case.state(), "compared with the loop by hand")
     return "both micro-batches undone, 6 steps bitwise as by hand"
 
 
@@ -196,7 +196,7 @@ def five_bad_batches_in_a_row() -> str:
         for _ in range(5 if i in (0, 2) else 0):
             skips(case, poisoned(batch))
         trains(case, [batch])
-    require_same(as_by_hand(BATCHES), case.state(), "beside the loop by hand")
+    require_same(as_by_hand(BATCHES), case.state(), "compared with the loop by hand")
     return "two rows of 5 skips undone, 6 steps bitwise as by hand"
 
 
@@ -213,7 +213,7 @@ def both_forms_in_one_run() -> str:
             require(not in_three_calls(case, poisoned(batch)).applied, "a bad batch was applied")
             require_same(before, case.state(), "after a skip in three calls")
             trains(case, [batch])
-    require_same(as_by_hand(BATCHES), case.state(), "beside the loop by hand")
+    require_same(as_by_hand(BATCHES), case.state(), "compared with the loop by hand")
     return "6 skips undone, 6 steps bitwise as by hand"
 
 
@@ -247,7 +247,7 @@ def refused_by_a_guard_after_a_rich_forward() -> str:
         else:
             trains(case, [batch])
             done.append(batch)
-    require_same(as_by_hand(done), case.state(), "beside the loop by hand")
+    require_same(as_by_hand(done), case.state(), "compared with the loop by hand")
     return f"2 refusals undone, {len(done)} steps bitwise as by hand"
 
 
@@ -285,7 +285,7 @@ def resumed_right_after_a_skip() -> str:
     again.stepper.load_state_dict(stepper)
     skips(again, poisoned(BATCHES[0]))
     trains(again, BATCHES[3:])
-    require_same(as_by_hand(BATCHES), again.state(), "beside the loop by hand")
+    require_same(as_by_hand(BATCHES), again.state(), "compared with the loop by hand")
     return "6 steps bitwise as by hand, with a skip on either side of the file"
 
 

@@ -162,7 +162,7 @@ def _hand_and_ours(act: Any, steps: int = 6) -> str:
             else:
                 by_hand(case, batch)
         states.append(case.state())
-    require_same(*states, "beside the loop by hand")
+    require_same(*states, "compared with the loop by hand")
     return f"{steps} steps bitwise as by hand, {steps} skips bitwise undone"
 
 
@@ -220,7 +220,7 @@ def parameters_added_by_add_param_group() -> str:
             else:
                 by_hand(case, batch)
         states.append(case.state())
-    require_same(*states, "beside the loop by hand")
+    require_same(*states, "compared with the loop by hand")
     return "4 steps bitwise as by hand"
 
 

@@ -1,4 +1,4 @@
-"""All planted faults, with what was planted written beside each."""
+"""All planted faults, with what was planted written next to each."""
 
 from __future__ import annotations
 

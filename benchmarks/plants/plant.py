@@ -1,4 +1,4 @@
-"""A planted fault: where it is, and what must be said of it. What is expected is written down beside it, by hand."""
+"""A planted fault: where it is, and what must be said of it. What is expected is written down next to it, by hand."""
 
 from __future__ import annotations
 

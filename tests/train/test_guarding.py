@@ -1,4 +1,4 @@
-"""A run under its guard: trouble is named and remedied, checkpoints stay good, and a remedy survives a resume to the bit."""
+"""A run under its guard: trouble is named, checkpoints stay good, and a remedy survives a resume to the bit."""
 
 from __future__ import annotations
 

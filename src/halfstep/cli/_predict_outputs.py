@@ -165,7 +165,7 @@ def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
     inference = finished.choice.precision.inference(finished.device)
     try:
         with progress("sampling", "steps") as on_progress, rng_preserved(), inference:
-            # Seeded inside `generators_kept`, which restores the caller's generators afterwards.
+            # Seeded inside `rng_preserved`, which restores the caller's generators afterwards.
             seed_all(seed)
             return finished.task.sample(finished.model, samples, on_progress)
     except LeftOut:

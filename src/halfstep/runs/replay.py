@@ -190,8 +190,7 @@ def _guard_of(run: Path) -> str:
     """Return the guard mode of the run's recipe, from its long or short form."""
     section = read_recipe(str(run / RECIPE)).raw.get("guard")
     mode = section.get("mode") if isinstance(section, dict) else section
-    # YAML 1.1 reads the word off as a boolean.
-    return "off" if mode in (False, "off") else str(mode or "watch")
+    return str(mode or "watch")
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def recipe_lr(command: str) -> float | None:
         return None
     rate: Any = section.get("lr") if isinstance(section, dict) else None
     try:
-        return float(rate)  # YAML 1.1 reads 2e-3 as a string
+        return float(rate)
     except (TypeError, ValueError):
         return None
 
