@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from halfstep.doctor.fixing import plan_fixes
-from halfstep.doctor.patch import apply_edits, edits_of
+from halfstep.doctor.patch import edits_of
 from halfstep.doctor.project_check import examine_project, report_of
+from tests.doctor.editing import apply_edits
 
 CORPUS = Path(__file__).parent / "corpus"
 PROJECTS = sorted(path.parent for path in CORPUS.glob("*/expected.json"))

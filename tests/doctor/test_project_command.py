@@ -243,8 +243,8 @@ def test_json_stays_json() -> None:
 @pytest.mark.wording
 def test_a_file_that_changed_meanwhile_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.doctor.located import Edit
-    from halfstep.doctor.patch import apply_edits
     from halfstep.errors import WrongUse
+    from tests.doctor.editing import apply_edits
 
     Path("a.yaml").write_bytes(b"amp: true\r\nlr: 1\r\n")
     Path("b.yaml").write_text("amp: no longer\n")

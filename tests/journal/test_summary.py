@@ -301,7 +301,7 @@ def test_names_and_texts_of_another_program_are_bounded(tmp_path: Path) -> None:
 def test_what_is_too_much_between_two_steps_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "LARGEST_BETWEEN", 1000)
     found = told(tmp_path, start(), step(1), *(note("z" * 100) for _ in range(100)), step(2), note("last"))
-    assert (found.note_count + found.left_out, found.left_out > 80) == (101, True)
+    assert (len(found.notes) + found.left_out, found.left_out > 80) == (101, True)
     assert found.notes[-1] == (2, {**found.notes[-1].event, "text": "last"})
 
 

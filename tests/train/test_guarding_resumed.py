@@ -130,7 +130,7 @@ def test_a_run_that_is_stopped_in_trouble_says_what_was_not_saved(tmp_path: Path
     assert "was not saved: steps fail" in (tmp_path / "run" / "train.log").read_text()
 
 
-# -- remedies ------------------------------------------------------------------------------------------------------------
+# -- remedies ---------------------------------------------------------------------------------------------------------
 
 
 def test_cures_stay_in_the_result_of_a_run_that_is_finished_without_a_guard(tmp_path: Path) -> None:

@@ -48,16 +48,6 @@ def _bare(text: str) -> list[str]:
     return [line.rstrip("\r\n") for line in lines_of(text)]
 
 
-def apply_edits(root: Path, edits: Sequence[Edit]) -> list[str]:
-    """Write the edits and return the changed files; on an error every file is restored.
-
-    Raise `WrongUse` where a file has changed since it was read.
-    """
-    files = dict.fromkeys(edit.file for edit in edits)
-    before = {file: (root / file).read_bytes().removeprefix(_MARK).decode("utf-8") for file in files}
-    return write_texts(root, before, edited(before, edits))
-
-
 def write_texts(root: Path, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """Write the texts of `after` and return their files; on an error every file is restored.
 

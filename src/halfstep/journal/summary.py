@@ -126,11 +126,6 @@ class Summary:
         return self._launches.count
 
     @property
-    def note_count(self) -> int:
-        """Return the number of notes."""
-        return self._notes.count
-
-    @property
     def launches(self) -> list[EventAtStep]:
         """Return the starts that were kept, without their recipes."""
         return self._launches.kept[::-1]

@@ -73,8 +73,15 @@ def half_a_point(base: Sequence[float], *, higher_is_better: bool) -> float:
     return HALF_A_POINT * abs(statistics.mean(finite)) if finite else HALF_A_POINT
 
 
-def parity(base: Sequence[float], candidate: Sequence[float], margin: Margin, *, higher_is_better: bool) -> ParityTest:
-    """Compare the metrics of a candidate with those of fp32; equal indices are the same seed.
+def parity(
+    base: Sequence[float],
+    candidate: Sequence[float],
+    margin: Margin,
+    *,
+    higher_is_better: bool,
+    base_name: str = "fp32",
+) -> ParityTest:
+    """Compare the metrics of a candidate with those of fp32, or of another baseline; equal indices are the same seed.
 
     The verdict is
 
@@ -89,7 +96,7 @@ def parity(base: Sequence[float], candidate: Sequence[float], margin: Margin, *,
     differences = [(a - b) * (1 if higher_is_better else -1) for b, a in zip(base, candidate, strict=True)]
     unsure = ParityTest("can't tell", margin.size, None, None, None, len(differences))
     if not all(map(math.isfinite, base)):
-        return _noted(unsure, "fp32's own metric is no finite number")
+        return _noted(unsure, f"{base_name}'s own metric is no finite number")
     # A non-finite metric is a failed training, so it counts as worse, not as missing.
     broken = sum(not math.isfinite(value) for value in candidate)
     if broken:
@@ -104,9 +111,9 @@ def parity(base: Sequence[float], candidate: Sequence[float], margin: Margin, *,
     low, high = mean_interval(differences, CONFIDENCE)
     verdict, note = _judged(mean, low, high, margin.size)
     if margin.unsteady:
-        verdict, note = "can't tell", "fp32 itself is too unsteady from seed to seed"
+        verdict, note = "can't tell", f"{base_name} itself is too unsteady from seed to seed"
     elif verdict == "same" and margin.wide:
-        note = "a wide margin, as fp32 itself differs that much from seed to seed"
+        note = f"a wide margin, as {base_name} itself differs that much from seed to seed"
     elif len({*base, *candidate}) == 1:
         note = "nothing varied: the metric is the same in every run"
     return ParityTest(verdict, margin.size, mean, low, high, len(differences), note)

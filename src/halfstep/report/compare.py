@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from halfstep import numbers
@@ -198,16 +198,10 @@ def _tested(arms: Arms, first: RunFacts, notes: list[str]) -> Judgement:
 
     metric = BenchMetric(first.metric, first.higher_is_better)
     base, *_ = arms
-    found = rows_of(arms, {}, metric, {}, {}, {})
-    rows = [replace(row, parity=_of_base(row.parity, base)) for row in found[1:]]
+    rows = rows_of(arms, {}, metric, {}, {}, {}, base_name=base)[1:]
     margin = margin_over(arms[base], metric)
     shared = len({one.seed for one in arms[base]})
     verdicts = [f"against {base}, {sentence(row, metric, shared)}" for row in rows]
     drawing = parity_intervals("Difference with its 90 % interval", rows, metric, margin)
-    said = margin_said(margin, metric).replace("fp32", base)
+    said = margin_said(margin, metric, base)
     return Judgement(verdicts, drawing, [f"The test is that of halfstep bench: {said}.", *notes])
-
-
-def _of_base(test: Any, base: str) -> Any:
-    """Return a test whose note names the baseline: outside of a bench it need not be fp32."""
-    return None if test is None else replace(test, note=test.note.replace("fp32", base))

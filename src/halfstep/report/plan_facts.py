@@ -42,7 +42,7 @@ class PlanFacts:
         plan, name = self.plan, self.plan.choice.name
         if not plan.stay:
             return f"Take {name} on {plan.device.name}: {_speed(plan)}."
-        why = plan.reasons.get("precision", "").removeprefix("stay in fp32: ")
+        why = plan.reasons.get("precision")
         how = "" if name == "fp32" else f" ({name})"
         return f"Stay in fp32{how} on {plan.device.name}: {why or 'nothing else was measured'}."
 
@@ -135,4 +135,4 @@ def _expectations(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "The first update", f"{numbers.duration(choice.first_step)}, including preparation and compilation"
     if choice.peak is not None:
         yield "Memory of an update", f"{numbers.size(choice.peak)} of tensors, predicted"
-    yield "Loss", f"beside fp32's: {plan.parity.why}"
+    yield "Loss", f"compared with fp32: {plan.parity.why}"

@@ -7,11 +7,26 @@ import random
 
 import pytest
 
-from halfstep.measure.plan.probe import ENOUGH_RUNS, FEWEST, FEWEST_RUNS, Noise, compare, noise_of, updates_for
+from halfstep.measure.plan.page import Plan
+from halfstep.measure.plan.probe import (
+    ENOUGH_RUNS,
+    FEWEST,
+    FEWEST_RUNS,
+    LossParity,
+    Noise,
+    compare,
+    noise_of,
+    updates_for,
+)
+from halfstep.measure.setting import StepSetting
 from tests.measure.plan.clockwork import World, cell, falling, key, planned
 from tests.measure.plan.test_plan_choice import FAST
 
 TRIES = 600
+
+
+def parities(plan: Plan) -> dict[StepSetting, LossParity]:
+    return {cell.setting: cell.parity for cell in plan.ladder if cell.parity is not None}
 
 
 def run(chance: random.Random, sigma: float, worse: float = 0.0) -> list[float]:
@@ -76,12 +91,12 @@ def test_a_loss_of_nothing_is_compared_too() -> None:
 
 def test_all_arms_are_judged_after_the_same_number_of_updates() -> None:
     plan = planned(World(FAST))
-    judged = [parity for parity in plan.parities.values() if parity.difference is not None]
+    judged = [parity for parity in parities(plan).values() if parity.difference is not None]
     assert len(judged) > 3
     assert {parity.updates for parity in judged} == {20}
     assert {(parity.margin, parity.spread, parity.runs) for parity in judged} == {(0.02, 0.0, 2)}
     # With less time there are fewer, and still the same number for all.
-    fewer = [p.updates for p in planned(World(FAST), seconds=400).parities.values() if p.difference is not None]
+    fewer = [p.updates for p in parities(planned(World(FAST), seconds=400)).values() if p.difference is not None]
     assert len(set(fewer)) == 1
     assert FEWEST <= fewer[0] < 20
 
@@ -90,7 +105,7 @@ def test_chaos_in_fp32_is_not_told_as_a_layout_that_fails() -> None:
     """As it was seen: fp32 with channels last ran 7 % apart, and bf16 did not."""
     apart = {"fp32 last": lambda n: falling(n) * (1 + 0.004 * n)}
     plan = planned(World(FAST, losses=apart, nudged=lambda n, seed: falling(n) * (1 + 0.002 * n * (-1) ** seed)))
-    found = {key(setting): parity.verdict for setting, parity in plan.parities.items()}
+    found = {key(setting): parity.verdict for setting, parity in parities(plan).items()}
     assert found["fp32 last"] == "can't tell"
     assert "fails" not in found.values()
     assert cell(plan, "fp32 last").cut == ""

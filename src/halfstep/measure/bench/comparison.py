@@ -354,8 +354,10 @@ def rows_of(
     memories: Mapping[str, Memory],
     gains: Mapping[str, Gain],
     configs: Mapping[str, Config],
+    *,
+    base_name: str = "fp32",
 ) -> tuple[BenchRow, ...]:
-    """Return a row for each candidate; the others are compared with the first."""
+    """Return a row for each candidate; the others are compared with the first, which notes call `base_name`."""
     baseline, *_ = runs
     base = runs[baseline]
     margin = margin_over(base, metric)
@@ -367,7 +369,7 @@ def rows_of(
             memory=memories.get(name),
             # A race takes precedence: its pairs are interleaved.
             gain=gains.get(name) or gain_of(base, own),
-            parity=None if name == baseline else _parity(base, own, metric, margin),
+            parity=None if name == baseline else _parity(base, own, metric, margin, base_name),
             time_to_loss=time_to_loss(base, own),
             less_memory=_less(memories.get(baseline), memories.get(name)),
             config=configs.get(name) or Config(name),
@@ -383,7 +385,7 @@ def margin_over(base: Sequence[RunResult], metric: BenchMetric) -> Margin:
 
 
 def _parity(
-    base: Sequence[RunResult], candidate: Sequence[RunResult], metric: BenchMetric, margin: Margin
+    base: Sequence[RunResult], candidate: Sequence[RunResult], metric: BenchMetric, margin: Margin, base_name: str
 ) -> ParityTest | None:
     """Return the parity over the seeds that both have; None if there are none."""
     metrics = {run.seed: run.metric for run in base}
@@ -391,7 +393,7 @@ def _parity(
     if not pairs:
         return None
     ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    return parity(ours, theirs, margin, higher_is_better=metric.higher_is_better)
+    return parity(ours, theirs, margin, higher_is_better=metric.higher_is_better, base_name=base_name)
 
 
 def _less(base: Memory | None, candidate: Memory | None) -> float | None:

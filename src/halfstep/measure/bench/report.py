@@ -88,17 +88,17 @@ def difference(found: ParityTest, metric: BenchMetric) -> str:
     return f"{_near(mean, sign=True)}{around}{unit}"
 
 
-def margin_said(margin: Margin, metric: BenchMetric) -> str:
+def margin_said(margin: Margin, metric: BenchMetric, base: str = "fp32") -> str:
     """Return `margin 1.2 points for every precision: three standard deviations of fp32 over its 3 seeds`."""
     scale, unit = _unit(metric)
-    spread = f"three standard deviations of fp32 over its {margin.seeds} seeds"
-    whence = spread if margin.size > margin.smallest else f"the smallest, {smallest(metric)}"
+    spread = f"three standard deviations of {base} over its {margin.seeds} seeds"
+    whence = spread if margin.size > margin.smallest else f"the smallest, {smallest(metric, base)}"
     return f"margin {margin.size * scale:.2g}{unit} for every precision: {whence}"
 
 
-def smallest(metric: BenchMetric) -> str:
+def smallest(metric: BenchMetric, base: str = "fp32") -> str:
     """Return the smallest margin as text."""
-    return "half a point" if metric.higher_is_better else f"0.5 % of fp32's {metric.name}"
+    return "half a point" if metric.higher_is_better else f"0.5 % of {base}'s {metric.name}"
 
 
 def _unit(metric: BenchMetric) -> tuple[float, str]:

@@ -127,9 +127,9 @@ class Plan(JsonResult, ShownAsPage):
         # "Stay in fp32" is a verdict only where a narrower format was measured or excluded for a reason.
         unseen = (NotMeasured.NO_TIME, NotMeasured.INTERRUPTED)
         seen = any(cell.speed or cell.cut not in unseen for cell in narrow)
-        beside = "" if text == BASELINE_PRECISION else f", with {text.removeprefix(f'{BASELINE_PRECISION}, ')}"
+        extra = "" if text == BASELINE_PRECISION else f", with {text.removeprefix(f'{BASELINE_PRECISION}, ')}"
         stay = "stay in fp32" if seen or not narrow else "no verdict, so fp32: nothing narrower was measured"
-        return f"{stay}{beside}"
+        return f"{stay}{extra}"
 
     @property
     def speed_in_words(self) -> str:
@@ -138,11 +138,6 @@ class Plan(JsonResult, ShownAsPage):
         if speed is None or self.choice.setting == self.baseline:
             return ""
         return f"{speed.speedup:.2f}x strict fp32 ({interval(speed)})"
-
-    @property
-    def parities(self) -> dict[StepSetting, LossParity]:
-        """Return the parity of every cell that was measured, by one rule."""
-        return {cell.setting: cell.parity for cell in self.ladder if cell.parity is not None}
 
     @property
     def changes(self) -> dict[str, RecipeValue]:
@@ -221,7 +216,8 @@ def _formats(plan: Plan) -> str:
 
 
 def _why(plan: Plan) -> Iterator[tuple[str, str]]:
-    yield from plan.reasons.items()
+    for part, reason in plan.reasons.items():
+        yield part, f"stay in fp32: {reason}" if part == "precision" and plan.stay else reason
     proof = "; a smoke test: `halfstep bench` proves it" if plan.choice.setting != plan.baseline else ""
     yield "parity", f"{plan.parity.verdict}: {plan.parity.why}{proof}"
     if plan.runner_up:

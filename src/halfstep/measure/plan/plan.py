@@ -37,7 +37,7 @@ Cells = Mapping[StepSetting, Cell]
 
 
 def reasons(choice: Cell, baseline: StepSetting, cells: Cells, facts: CaseFacts) -> dict[str, str]:
-    """Return a sentence for each part, with its measurements."""
+    """Return a sentence for each part, with its measurements; for fp32, why the precision stays."""
     found = {"precision": _precision(choice, baseline, cells)}
     if facts.has_images:
         other = replace(choice.setting, channels_last=not choice.setting.channels_last)
@@ -63,7 +63,7 @@ def words(cell: Cell | None, baseline: StepSetting) -> str:
 
 def _precision(choice: Cell, baseline: StepSetting, cells: Cells) -> str:
     if is_fp32(choice):
-        return f"stay in fp32: {why_stay(choice, cells.values())}"
+        return why_stay(choice, cells.values())
     same = cells.get(replace(choice.setting, precision=BASELINE_PRECISION))
     beside = (
         f"; fp32 laid out the same way {words(same, baseline)}"

@@ -1,4 +1,4 @@
-"""The memory that `estimate` predicts, beside what the device's own allocator counts."""
+"""The memory that `estimate` predicts, compared with what the device's own allocator counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs beside the same step written by hand."""
+"""The cost of a step, compared with the same step written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small training in 16 bits beside fp32, over several seeds, judged as `bench` judges."""
+"""A small training in 16 bits compared with fp32, over several seeds, judged as `bench` judges."""
 
 from __future__ import annotations
 
