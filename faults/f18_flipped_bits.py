@@ -160,7 +160,7 @@ def trained(rank: int, folder: str, flip: dict[str, Any] | None, more: dict[str,
 
 
 def _flip_in(loop: Loop, flip: dict[str, Any]) -> None:
-    step = loop.guarding.step
+    step = loop.take_step
 
     def flipping(*given: Any, **named: Any) -> Any:
         report = step(*given, **named)
@@ -170,7 +170,7 @@ def _flip_in(loop: Loop, flip: dict[str, Any]) -> None:
             tensor.view(-1)[place : place + 1].view(torch.int32).bitwise_xor_(1 << flip["bit"])
         return report
 
-    loop.guarding.step = flipping  # type: ignore[method-assign]
+    loop.take_step = flipping  # type: ignore[method-assign]
 
 
 def _tensor(loop: Loop, flip: dict[str, Any]) -> torch.Tensor:

@@ -99,13 +99,13 @@ def every_loop(change: Callable[[Loop], object]) -> Iterator[None]:
 
 def before_steps(loop: Loop, act: Callable[[], object]) -> None:
     """Something that is done before each step of a loop."""
-    step = loop.guarding.step
+    step = loop.take_step
 
     def acting(*given: Any, **more: Any) -> Any:
         act()
         return step(*given, **more)
 
-    loop.guarding.step = acting  # type: ignore[method-assign]
+    loop.take_step = acting  # type: ignore[method-assign]
 
 
 def rate_times(factor: float, since: int) -> Callable[[Loop], None]:

@@ -14,7 +14,7 @@ from halfstep.errors import BadRecipe, WrongUse
 from halfstep.recipe.schema import OptimizerOptions
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.resolve import resolved_recipe
-from halfstep.train.setup import make_optimizer, moments_of
+from halfstep.train.optimizers import make_optimizer, moments_of
 
 NAMES = get_args(OptimizerOptions.model_fields["name"].annotation)
 REFUSED = {"lbfgs", "sparseadam"}

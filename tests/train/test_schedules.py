@@ -11,7 +11,7 @@ from torch import nn
 
 from halfstep import Stepper
 from halfstep.recipe.schema import ScheduleOptions
-from halfstep.train.setup import Plateau, make_schedule
+from halfstep.train.schedules import Plateau, make_schedule
 
 
 def rates(total: int, per_epoch: int = 10, **options: object) -> list[float]:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from halfstep.errors import BadRecipe
 from halfstep.recipe.schema import OptimizerOptions, WorldOptions
 from halfstep.step.shard_units import shard_units
-from halfstep.train.setup import moments_of
+from halfstep.train.optimizers import moments_of
 from halfstep.train.sharding import StateSize, choose_sharding, compile_blocks, synchronize_batchnorm
 
 GB = 2**30

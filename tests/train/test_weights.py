@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import BadData, BadRecipe, StateMismatch, UnknownName, Unsafe
-from halfstep.train.setup import freeze
+from halfstep.train.freezing import freeze
 from halfstep.train.weights import MOST_LINES, digest, finite, infinite_buffers, load_weights, save_weights
 
 

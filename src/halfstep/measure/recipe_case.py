@@ -18,9 +18,11 @@ from halfstep.measure.setting import StepSetting
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_class
 from halfstep.runs.resolve import resolved_recipe
+from halfstep.train.freezing import freeze
 from halfstep.train.loaders import make_train_loader
 from halfstep.train.loop import planned_steps
-from halfstep.train.setup import AnyRecipe, freeze, make_optimizer, without_weights
+from halfstep.train.optimizers import make_optimizer
+from halfstep.train.setup import AnyRecipe, without_weights
 from halfstep.train.task import Task
 
 _DRAWN = "shapes"

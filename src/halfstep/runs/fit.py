@@ -8,7 +8,7 @@ import functools
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,6 +117,99 @@ def launch(
     with nothing_collected():
         # Imports create many objects that stay; the garbage collector would scan them again and again.
         kind = task_class(resolved.recipe.task) if task is None else _class(task)
+    with _run_session(resolved, kind, new=new, accepted=accepted, now=now, on_hang=on_hang) as session:
+        recipe, folder, journal, status = session.recipe, session.folder, session.journal, session.status
+        with session.preparing():
+            # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
+            found = find(folder) if session.state == UNFINISHED else None
+            now("reading the data, building the model")
+            with nothing_collected(), _watched(quiet, now) as on_progress:
+                loop = make_loop(
+                    _ready(task, kind, recipe),
+                    recipe,
+                    folder,
+                    journal,
+                    auto_choices=found.auto_choices_for(recipe) if found else None,
+                    remedies=found.remedies_for(recipe) if found else None,
+                    stopping=session.stopping,
+                    on_progress=on_progress,
+                    beat=session.beat,
+                )
+            now("")
+            session.beat("restoring", 0)
+            unfinished, finished = session.state == UNFINISHED, session.result
+            resumed = resume_from(loop, found, folder, accepted, finished) if unfinished else None
+            check_writing(folder, loop.live, status.launch.token)
+            journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
+            for metrics in journal.listeners:
+                if isinstance(metrics, Prometheus):
+                    status.on_end = metrics.ended
+        with session.training():
+            if distributed.rank() == 0:  # only after the checkpoint was found to fit
+                unfinish(folder)
+                keep_recipe(folder, recipe)
+            # A resumed run keeps its own recipe; only values that still apply are reported.
+            chosen = [one for one in resolved.sizing if attrgetter(one.key)(recipe) == one.value]
+            in_parts = division_notes(recipe, status.launch.divided_by, loop.model)
+            all_notes = [*notes, *resolved.notes, *in_parts, *in_short(chosen)]
+            return train(
+                loop,
+                folder,
+                label=resolved.label,
+                command=command,
+                notes=all_notes,
+                sizing=chosen,
+                resumed=resumed,
+                lost=session.lost,
+            )
+
+
+@dataclass(frozen=True)
+class RunSession:
+    """The objects of one launch that stay open while it prepares and trains."""
+
+    recipe: Any
+    """The recipe that rank 0 decided on: the folder it numbered is part of it."""
+    folder: Path
+    state: State
+    result: dict[str, object] | None
+    """The result of a finished run that is extended."""
+    stopping: Stopping
+    journal: Journal
+    status: RankStatus
+    beat: Beat
+    lost: LostRanks
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Remove a new folder in which nothing was started, and name lost ranks and folders."""
+        # Rank 0 removes a new folder in which nothing was started; that is no loss to the other ranks.
+        is_kept = self.state != NEW
+        with (
+            _removed_unless_started(self.folder, self.state),
+            _lost_folder_named(self.folder) if is_kept else contextlib.nullcontext(),
+            lost_ranks_named(self.lost),
+        ):
+            yield
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Name a lost folder and lost ranks."""
+        with _lost_folder_named(self.folder), lost_ranks_named(self.lost):
+            yield
+
+
+@contextmanager
+def _run_session(
+    resolved: Resolved,
+    kind: type[Task],
+    *,
+    new: bool,
+    accepted: Collection[str],
+    now: Now,
+    on_hang: OnHang | None,
+) -> Iterator[RunSession]:
+    """Catch signals, join the ranks, open and lock the folder, and watch the launch until it ends."""
     # The order matters: `_opened` is collective and needs the process group, and signals must be caught around both.
     options = resolved.recipe.world
     with (
@@ -127,7 +220,6 @@ def launch(
         _given_alike(resolved),
         _opened(resolved, new, accepted, now) as opened,
     ):
-        # Rank 0 decides the recipe: the folder it numbered is part of it.
         recipe = kind.schema.model_validate(opened.recipe)
         folder, journal = Path(recipe.run.dir), Journal()
         status = RankStatus(folder, opened.launch)
@@ -146,55 +238,7 @@ def launch(
         lost = LostRanks(folder, status.launch.token, joined)
         # Once more inside: the status gets the exit code of an error raised there.
         with status_saved(status), watchdog, contextlib.closing(journal):
-            # Rank 0 removes a new folder in which nothing was started; that is no loss to the other ranks.
-            is_kept = opened.state != NEW
-            with (
-                _removed_unless_started(folder, opened.state),
-                _lost_folder_named(folder) if is_kept else contextlib.nullcontext(),
-                lost_ranks_named(lost),
-            ):
-                # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
-                found = find(folder) if opened.state == UNFINISHED else None
-                now("reading the data, building the model")
-                with nothing_collected(), _watched(quiet, now) as on_progress:
-                    loop = make_loop(
-                        _ready(task, kind, recipe),
-                        recipe,
-                        folder,
-                        journal,
-                        auto_choices=found.auto_choices_for(recipe) if found else None,
-                        remedies=found.remedies_for(recipe) if found else None,
-                        stopping=stopping,
-                        on_progress=on_progress,
-                        beat=beat,
-                    )
-                now("")
-                beat("restoring", 0)
-                unfinished, finished = opened.state == UNFINISHED, opened.result
-                resumed = resume_from(loop, found, folder, accepted, finished) if unfinished else None
-                check_writing(folder, loop.live, status.launch.token)
-                journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
-                for metrics in journal.listeners:
-                    if isinstance(metrics, Prometheus):
-                        status.on_end = metrics.ended
-            with _lost_folder_named(folder), lost_ranks_named(lost):
-                if distributed.rank() == 0:  # only after the checkpoint was found to fit
-                    unfinish(folder)
-                    keep_recipe(folder, recipe)
-                # A resumed run keeps its own recipe; only values that still apply are reported.
-                chosen = [one for one in resolved.sizing if attrgetter(one.key)(recipe) == one.value]
-                in_parts = division_notes(recipe, status.launch.divided_by, loop.model)
-                all_notes = [*notes, *resolved.notes, *in_parts, *in_short(chosen)]
-                return train(
-                    loop,
-                    folder,
-                    label=resolved.label,
-                    command=command,
-                    notes=all_notes,
-                    sizing=chosen,
-                    resumed=resumed,
-                    lost=lost,
-                )
+            yield RunSession(recipe, folder, opened.state, opened.result, stopping, journal, status, beat, lost)
 
 
 def _end_lost(status: RankStatus, reason: str) -> None:

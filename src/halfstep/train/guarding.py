@@ -1,4 +1,4 @@
-"""Take the steps of a run under its guard, and write the guard's events to the journal."""
+"""The guard of a run: its remedies, its saved state, and its events in the journal."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from halfstep.numbers import first_few, many
 from halfstep.recipe.schema import GuardOptions
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
 from halfstep.step.stepper import Stepper
-from halfstep.step.sync import LossFunction
-from halfstep.step.window import Window
 from halfstep.train.failed_steps.writing import recording
 
 
@@ -148,7 +146,7 @@ _ALARMING = (LOSS_NOT_FINITE, GRADIENT_NOT_FINITE, BUFFER_NOT_FINITE, REFUSED)
 
 
 class Guarding:
-    """Take the steps of a run; without a guard, just as the Stepper does."""
+    """Build the guard of a run, write its events to the journal, and tell whether the weights are in doubt."""
 
     def __init__(
         self, stepper: Stepper, options: GuardOptions, journal: Journal, folder: Path, remedies: Remedies | None = None
@@ -178,7 +176,6 @@ class Guarding:
         self.applied_at = 0
         """The attempt that made the present weights."""
         self._applied = self._overflows = self._unproved = 0
-        self._ended: Diverged | None = None
         self.guilty: list[int] = []
         """The samples with non-finite values, of the last step that had any."""
 
@@ -194,22 +191,8 @@ class Guarding:
         if self.guardian is not None and self.guardian.in_trouble:
             self._unproved = PROOF
 
-    def step(self, loss_fn: LossFunction, window: Window, again: LossFunction) -> StepReport:
-        """Take one step; a failed one is run again with `again`."""
-        if self.guardian is None:
-            return self._stepper.step(loss_fn, window)
-        try:
-            return self.guardian.step(loss_fn, window, again=again)
-        except Diverged as error:
-            # Without a report, the error did not come from a step, and there is nothing to write to the journal first.
-            if error.report is None:
-                raise
-            self._ended = error
-            report: StepReport = error.report
-            return report
-
-    def handle_events(self, report: StepReport, guilty: Sequence[int]) -> None:
-        """Handle the events of a step after the step itself was written; raise Diverged where the guard gave up.
+    def handle_events(self, report: StepReport, guilty: Sequence[int], ended: Diverged | None = None) -> None:
+        """Handle the events of a step after the step itself was written to the journal; then raise `ended`, if given.
 
         `guilty` are the samples of the step with non-finite values.
         """
@@ -217,8 +200,8 @@ class Guarding:
         self.guilty = list(guilty) or self.guilty
         if self._events or self._notes:
             self._tell(in_the_data(guilty))
-        if self._ended is not None:
-            raise self._ended
+        if ended is not None:
+            raise ended
         # Single overflows are how a dynamic loss scale finds its value.
         self._overflows = self._overflows + 1 if report.reason == GRADIENT_OVERFLOW else 0
         if report.applied:

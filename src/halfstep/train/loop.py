@@ -16,7 +16,7 @@ from halfstep.checkpoint.commit import Saver
 from halfstep.data.dataset import BadSampleBudget, Batch, Replaced, Sample, nonfinite_ids
 from halfstep.data.fingerprint import Fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader
-from halfstep.errors import BadData
+from halfstep.errors import BadData, Diverged
 from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import sizes
@@ -284,13 +284,27 @@ class Loop:
             self.sample_reports.exchange()
             self.checkpoints.stop(self.stopping.asked or "another process", self.planned, self.guarding.alarmed)
 
+    def take_step(self, window: Window) -> StepReport:
+        """Take one step, under the run's guard if it has one."""
+        guardian = self.guarding.guardian
+        if guardian is None:
+            return self.stepper.step(self._measured, window)
+        return guardian.step(self._measured, window, again=self._plain)
+
     def _step(self, epoch: int, window: Sequence[Batch]) -> StepReport:
         # Read before the step: the step advances the schedule.
         lr, due = self.parts.lr, self.progress.step_in_epoch % self.recipe.run.log_every == 0
         self.stepper.stop_requested = self.stopping.asked is not None
         self.stepper.save_requested = self.checkpoints.clock.is_due
         batches = Window(batch.tensors for batch in window)
-        report = self.guarding.step(self._measured, batches, again=self._plain)
+        ended = None
+        try:
+            report = self.take_step(batches)
+        except Diverged as error:
+            # Without a report, the error did not come from a step, and there is nothing to write to the journal first.
+            if error.report is None:
+                raise
+            report, ended = error.report, error
         self.progress.attempts += 1
         self.progress.step_in_epoch += 1
         self.epoch_metrics.add(report)
@@ -311,7 +325,7 @@ class Loop:
             reason=report.reason,
             **more,
         )
-        self.guarding.handle_events(report, more.get("quarantined", ()))
+        self.guarding.handle_events(report, more.get("quarantined", ()), ended)
         self._tell_observed()
         self._reduction.after_step(report.attempt)
         self.time_left.stepped()

@@ -1,0 +1,163 @@
+"""Build the optimizer that a recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import torch
+from torch import nn, optim
+
+from halfstep.errors import WrongUse
+from halfstep.recipe.schema import OptimizerOptions
+from halfstep.step.optimizer_slot import owned_by
+
+_KINDS: dict[str, Callable[..., optim.Optimizer]] = {
+    "adamw": optim.AdamW,
+    "adam": optim.Adam,
+    "sgd": optim.SGD,
+    "nadam": optim.NAdam,
+    "radam": optim.RAdam,
+    "adamax": optim.Adamax,
+    "adafactor": optim.Adafactor,
+    "adagrad": optim.Adagrad,
+    "adadelta": optim.Adadelta,
+    "rmsprop": optim.RMSprop,
+    "rprop": optim.Rprop,
+    "asgd": optim.ASGD,
+}
+_WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
+# Those of torch that accept `fused`.
+_WITH_FUSED = ("adamw", "adam", "sgd", "adagrad")
+
+
+class ParameterGroup(TypedDict, total=False):
+    """Parameters of an optimizer; without `weight_decay`, the optimizer's own applies."""
+
+    params: list[nn.Parameter]
+    weight_decay: float
+
+
+def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
+    """Return the optimizer, with fused kernels where requested and available.
+
+    Raises `WrongUse` for muon and a model without a matrix that it could train.
+    """
+    if options.name == "muon":
+        return _muon(options, model)
+    return _made(options, _groups([p for p in model.parameters() if p.requires_grad]))
+
+
+def _made(options: OptimizerOptions, groups: list[ParameterGroup]) -> optim.Optimizer:
+    arguments: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
+    if options.name == "sgd":
+        arguments |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
+    elif options.name == "rmsprop":
+        arguments["momentum"] = options.momentum
+    elif options.name == "rprop":
+        del arguments["weight_decay"]
+        groups = [{"params": [p for group in groups for p in group["params"]]}]
+    elif options.name in _WITH_BETAS:
+        # The recipe has one momentum for all optimizers; beta2 stays at torch's default.
+        arguments["betas"] = (options.momentum, 0.999)
+    if options.fused and options.name in _WITH_FUSED:
+        try:
+            return _KINDS[options.name](groups, fused=True, **arguments)
+        except RuntimeError:  # raised by torch where the device has no fused kernel
+            pass
+    return _KINDS[options.name](groups, **arguments)
+
+
+class MuonWithAdamW(optim.Optimizer):
+    """Muon for the matrices of hidden layers and AdamW for all other parameters, as one optimizer.
+
+    Both work on this optimizer's own groups and state, so that it is saved, restored and scheduled as any other is.
+    """
+
+    def __init__(self, muon: optim.Muon, adamw: optim.Optimizer) -> None:
+        self.parts = (muon, adamw)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        return {**super().__getstate__(), "parts": self.parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore groups and state; torch replaces both objects."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        muon, adamw = self.parts
+        muon.param_groups = [group for group in self.param_groups if "ns_steps" in group]
+        adamw.param_groups = [group for group in self.param_groups if "betas" in group]
+        muon.state = adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def _muon(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # torch's docs: hidden layers only. Rows of an embedding are looked up, not multiplied.
+    looked_up = {id(p) for part in model.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+    matrices = [p for p in trained if p.ndim == 2 and id(p) not in looked_up]
+    if not matrices:
+        raise WrongUse(
+            f"optimizer.name=muon for {type(model).__name__}, which has no trainable matrix",
+            allowed="a model with linear or attention layers: muon takes 2-D weights, convolutions have 4-D ones",
+            do="write optimizer.name=adamw",
+        )
+    hidden = {id(p) for p in matrices}
+    # match_rms_adamw: updates as large as AdamW's, so that one learning rate and one decay serve both.
+    muon = optim.Muon(
+        [{"params": matrices}],
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        momentum=options.momentum,
+        nesterov=options.momentum > 0,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    others = _groups([p for p in trained if id(p) not in hidden])
+    if not others:
+        return muon
+    return MuonWithAdamW(muon, _made(options.model_copy(update={"name": "adamw"}), others))
+
+
+def optimizer_notes(optimizer: optim.Optimizer) -> list[str]:
+    """Return a note about the division of the weights between two optimizers; nothing for a single one."""
+    if not isinstance(optimizer, MuonWithAdamW):
+        return []
+    muon, adamw = (sum(p.numel() for p in owned_by(part)) for part in optimizer.parts)
+    return [f"muon trains {muon / (muon + adamw):.0%} of the weights, the matrices; adamw trains the rest"]
+
+
+def moments_of(options: OptimizerOptions) -> int:
+    """Return how many numbers the optimizer keeps for each element of a weight, from a step with tiny ones."""
+    # Zeros, not a layer with random weights: a run's generators stay as they are.
+    tiny = nn.ParameterList([torch.zeros(5, 3), torch.zeros(5, 3, 1)])
+    for weight in tiny:
+        weight.grad = torch.zeros_like(weight)
+    optimizer = make_optimizer(options, tiny)
+    optimizer.step()
+    kept = ([v.shape for v in optimizer.state[weight].values() if torch.is_tensor(v)] for weight in tiny)
+    # The most of any: muon keeps fewer for a matrix than AdamW does for the rest.
+    return max(shapes.count(weight.shape) for weight, shapes in zip(tiny, kept, strict=True))
+
+
+def _groups(trained: list[nn.Parameter]) -> list[ParameterGroup]:
+    """Return parameter groups without weight decay for vectors, such as biases and scales of normalization."""
+    groups: list[ParameterGroup] = [
+        {"params": [p for p in trained if p.ndim > 1]},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
