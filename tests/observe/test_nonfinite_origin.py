@@ -146,7 +146,7 @@ def test_the_first_operation_that_spoils_is_named(change: Change, expected: tupl
     # Also of an operation in backward: the line of the forward operation that it belongs to.
     first = change.__code__.co_firstlineno
     file, _, line = found.line.rpartition(":")
-    assert file.endswith("test_origins.py")
+    assert file.endswith("test_nonfinite_origin.py")
     assert first < int(line) <= first + 4
 
 

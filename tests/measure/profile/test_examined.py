@@ -90,7 +90,7 @@ def test_a_line_that_waits_in_forward_is_named() -> None:
     arm = Candidate(case, StepSetting("fp32"), observe=False)
     arm.step()
     (line, share), *_ = kernels_of(arm.step, CPU).code.items()
-    assert line.partition(":")[0].endswith("test_looking.py")
+    assert line.partition(":")[0].endswith("test_examined.py")
     assert share > 0.5
 
 

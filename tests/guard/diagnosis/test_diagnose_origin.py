@@ -71,7 +71,7 @@ def test_an_on_gradients_that_divides_by_zero_is_named_with_its_line(precision: 
     assert "finite before on_gradients and not after it: on_gradients (aten.div_, " in found.sentence
     assert found.sentence.endswith("divides by zero")
     assert found.culprit is not None
-    assert (found.culprit.line or "").rpartition(":")[0].endswith("test_whose_fault.py")
+    assert (found.culprit.line or "").rpartition(":")[0].endswith("test_diagnose_origin.py")
     assert [remedy.kind for remedy in found.remedies] == ["fix_code"]
 
 
