@@ -4,8 +4,8 @@
 
 `halfstep train RECIPE --bf16` runs in this process under `sys.setprofile`, in a temporary folder, traced until an
 optimizer of torch takes its first step. Functions of halfstep on the main thread count, without those that run during
-an import. A call is between files if the nearest caller of halfstep on the stack is in another file; a generator counts
-once, not for each item. `--top` lists the functions that are called most.
+an import. A call is between files if its direct caller is in another file of halfstep; a generator counts once, not
+for each item. `--top` lists the functions that are called most, and the pairs of files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch  # before the trace: the first import of torch is not part of the w
 import halfstep
 
 PACKAGE = str(Path(halfstep.__file__).parent)
-OPTIMIZERS = str(Path(torch.optim.__file__).parent)
+OPTIMIZERS = Path(torch.optim.__file__).parent
 
 
 class Walk:
@@ -32,7 +32,9 @@ class Walk:
 
     def __init__(self) -> None:
         self.calls: Counter[CodeType] = Counter()
-        self.between_files = self.deepest = 0
+        self.between_files: Counter[str] = Counter()
+        """Direct calls by the file of the caller and of the function."""
+        self.deepest = 0
         self.arrived = False
         self._importing = 0
         self._own: list[FrameType] = []
@@ -50,7 +52,9 @@ class Walk:
                     self._own.pop()
                 return
             self._enter(frame, code)
-        elif code.co_name == "step" and code.co_filename.startswith(OPTIMIZERS) and event == "call" and self._own:
+        elif event == "call" and self._own and code.co_name == "step" and Path(code.co_filename).parent == OPTIMIZERS:
+            if not isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):  # a schedule
+                return
             self.arrived = True
             sys.setprofile(None)
 
@@ -58,14 +62,19 @@ class Walk:
         resumed = code.co_flags & inspect.CO_GENERATOR and frame.f_lasti > _FIRST_INSTRUCTIONS
         if not resumed and not code.co_name.startswith("<"):
             self.calls[code] += 1
-            if self._own and self._own[-1].f_code.co_filename != code.co_filename:
-                self.between_files += 1
+            caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
+            if caller.startswith(PACKAGE) and caller != code.co_filename:
+                self.between_files[f"{_short(caller)} -> {_short(code.co_filename)}"] += 1
         self._own.append(frame)
         self.deepest = max(self.deepest, len(self._own))
 
     @property
     def files(self) -> set[str]:
         return {code.co_filename for code in self.calls}
+
+
+def _short(file: str) -> str:
+    return str(Path(file).relative_to(PACKAGE))
 
 
 _FIRST_INSTRUCTIONS = 4
@@ -78,7 +87,8 @@ def walk(recipe: str, settings: list[str]) -> Walk:
 
     found = Walk()
     with tempfile.TemporaryDirectory() as folder:
-        sys.argv = ["halfstep", "train", recipe, "--bf16", "train.steps=1", f"run.dir={folder}/run", *settings]
+        words = ["--bf16", "train.steps=1", f"run.dir={folder}/run", *settings]
+        sys.argv = ["halfstep", "train", recipe, *words]
         sys.setprofile(found)
         try:
             main()
@@ -100,10 +110,12 @@ def main() -> int:
     if not found.arrived:
         raise SystemExit("no optimizer took a step")
     for code, count in found.calls.most_common(given.top):
-        print(f"{count:7,}  {Path(code.co_filename).relative_to(PACKAGE)}:{code.co_firstlineno} {code.co_qualname}")
+        print(f"{count:7,}  {_short(code.co_filename)}:{code.co_firstlineno} {code.co_qualname}")
+    for pair, count in found.between_files.most_common(given.top):
+        print(f"{count:7,}  {pair}")
     print(
         f"files={len(found.files)} functions={len(found.calls)} calls={found.calls.total()} "
-        f"cross_file_calls={found.between_files} depth={found.deepest}"
+        f"cross_file_calls={found.between_files.total()} depth={found.deepest}"
     )
     return 0
 

@@ -424,7 +424,7 @@ def test_a_record_that_is_no_json_object_is_refused(place: CheckpointDir, name: 
 
 
 @pytest.mark.wording
-@pytest.mark.parametrize(("form", "whose"), [(2, "an earlier"), (4, "a later")])
+@pytest.mark.parametrize(("form", "whose"), [(3, "an earlier"), (5, "a later")])
 def test_another_form_says_so(place: CheckpointDir, form: int, whose: str) -> None:
     changed(place, _set("record", "format", form))
     with pytest.raises(StateMismatch, match=f"in form {form} by {whose} halfstep"):

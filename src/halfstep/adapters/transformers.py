@@ -127,9 +127,10 @@ class HalfstepMixin(_Trainer):
             order_gradients_by(self.hosted.stepper, model)
             # Turn a prepared optimizer into a `_HostedOptimizer`; everyone who holds it keeps the same object.
             # A torch schedule has put its own wrapper of `step` on the instance, in front of the class.
-            vars(self.optimizer).pop("step", None)
-            self.optimizer.__class__ = _HostedOptimizer
-            self.optimizer.hosted, self.optimizer.after = self.hosted, self._after
+            optimizer: Any = self.optimizer
+            vars(optimizer).pop("step", None)
+            optimizer.__class__ = _HostedOptimizer
+            optimizer.hosted, optimizer.after = self.hosted, self._after
             self.accelerator.backward = self._backward
             self.accelerator.clip_grad_norm_ = _ClippedLater(clipping)
             if self._resumed_from is not None:

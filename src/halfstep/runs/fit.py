@@ -281,6 +281,9 @@ def _given_alike(resolved: Resolved) -> Iterator[None]:
 
     Rank 0's recipe is used on all ranks: a setting that another rank was given would lose without a word.
     """
+    if distributed.size() == 1:
+        yield
+        return
     mine = {"torch": str(torch.__version__), **resolved.recipe.model_dump(mode="json")}
     theirs = distributed.rank_zero_or_raise(lambda: {"given": mine, "drawn": sorted(resolved.drawn)})
 

@@ -430,8 +430,13 @@ def unfinish(path: Path) -> None:
 
 def keep_recipe(path: Path, recipe: Any) -> None:
     """Write `recipe` as the recipe of the run in `path` from now on."""
+    text = to_yaml(recipe)
+    # Most often it is what `open_run` has just written; a file with the same content in another form stays.
+    with contextlib.suppress(HalfstepError):
+        if read_bounded(path / RECIPE) == text.encode():
+            return
     if different(_written(path) or {}, recipe):
-        write_text(path / RECIPE, to_yaml(recipe))
+        write_text(path / RECIPE, text)
 
 
 def is_finished(path: Path) -> bool:
