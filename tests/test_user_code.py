@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from halfstep import user_code
-from halfstep.guard.diagnosis import rerun
 from halfstep.observe import nonfinite_origin
-from halfstep.step import stepper
+from halfstep.step import rerun, stepper
 from halfstep.user_code import is_own, is_theirs, running_line, shown
 
 HERE = "test_user_code.py"

@@ -7,6 +7,7 @@ HalfstepError
 ├── Contradiction          two settings that ask for different things
 ├── PrecisionRefused       a precision that the device does not support, where a substitute was not allowed
 ├── PrecisionNotObserved   a step that did not run in the requested format
+├── StartCheckFailed       a first micro-batch whose gradients or values are not those of fp32
 ├── RanksDisagree          ranks that have different gradients, or are at different steps
 ├── ReplicasDiffer         copies of weights or optimizer state that are not the same on all ranks
 ├── RankFailed             another rank failed, and the window was dropped on every rank
@@ -181,6 +182,19 @@ class PrecisionRefused(HalfstepError, RuntimeError, id="precision-refused"):
 
 
 class PrecisionNotObserved(HalfstepError, RuntimeError, id="precision-not-observed"): ...
+
+
+class StartCheckFailed(HalfstepError, RuntimeError, id="start-check-failed"):
+    """A first micro-batch that lacks gradients or values which fp32 has; nothing of it was applied.
+
+    `id` is that of the finding, such as `start.no_gradient`.
+    """
+
+    exit_code = CONFIGURATION
+    module: str = ""
+    """The path of the module."""
+    figure: float = 0.0
+    """The gradient, share or value that the message names."""
 
 
 class RanksDisagree(HalfstepError, RuntimeError, id="ranks-disagree"): ...

@@ -19,12 +19,12 @@ from typer.testing import CliRunner, Result
 from halfstep.checkpoint.sealed import MANIFEST, state_of, with_seal
 from halfstep.cli.main import build
 from halfstep.errors import Diverged
-from halfstep.guard.diagnosis.rerun import ReplayConfig, rerun
 from halfstep.journal.events import Journal
 from halfstep.precision.precision import precision_named
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import task_from_file
 from halfstep.runs.resolve import resolved_recipe
+from halfstep.step.rerun import ReplayConfig, rerun
 from halfstep.train.failed_steps.reading import read, recorded_in
 from halfstep.train.run import make_loop
 from halfstep.train.run_folder import open_run

@@ -22,11 +22,11 @@ from halfstep.checkpoint.commit import NotCommitted
 from halfstep.checkpoint.paths import CheckpointDir, Disk
 from halfstep.checkpoint.sealed import MANIFEST, state_of, tensors_of, with_seal
 from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe
-from halfstep.guard.diagnosis.rerun import ReplayConfig, rerun
 from halfstep.guard.verdict import Cause, Culprit, FailedStep, History, ProposedRemedy, Verdict
 from halfstep.precision.island import islands
 from halfstep.precision.precision import precision_named
 from halfstep.step.report import StepReport
+from halfstep.step.rerun import ReplayConfig, rerun
 from halfstep.step.step_inputs import StepInputs
 from halfstep.step.window import Window
 from halfstep.train.failed_steps.reading import load_attempt, load_model, read, recorded_in, refuse_earlier, run_of

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from halfstep.precision import select
 from halfstep.precision.select import choose_precision
+from halfstep.step import stepper
+from halfstep.step.start_check import StartCheck, check_start
 from tests.support.devices import named
 from tests.train.test_run_resumed import events, fit, stopped
 
@@ -39,3 +42,20 @@ def test_a_resumed_run_was_asked_for_what_its_recipe_says(tmp_path: Path) -> Non
     begun, resumed = events(tmp_path / "run", "start")
     assert begun["precision"]["asked"] == resumed["precision"]["asked"] == "auto"
     assert begun["precision"]["chosen"] == resumed["precision"]["chosen"]
+
+
+def test_the_start_check_runs_once_and_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "describe", lambda device: named("Xeon with AMX"))
+    results: list[StartCheck | None] = []
+
+    def noted(*given: Any, **more: Any) -> StartCheck | None:
+        results.append(check_start(*given, **more))
+        return results[-1]
+
+    monkeypatch.setattr(stepper, "check_start", noted)
+    stopped(tmp_path, precision="bf16")
+    fit(tmp_path, precision="bf16")
+    assert [result is not None and not result.not_checked for result in results] == [True]
+    (tmp_path / "other").mkdir()
+    fit(tmp_path / "other", precision="bf16", train__check=False)
+    assert len(results) == 1

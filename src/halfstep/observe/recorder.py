@@ -483,17 +483,25 @@ def eagerly() -> Iterator[None]:
         yield
 
 
-def uses_compiled(model: nn.Module, loss_fn: Any = None) -> bool:
-    """Return whether a part of the model, or a function that the loss function reaches, was given to torch.compile."""
+def compiled_modules(model: nn.Module) -> list[str]:
+    """Return the paths of the modules that were given to torch.compile."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
-        return False  # before Dynamo is loaded nothing can have been compiled
-    return any(
-        isinstance(module, dynamo.OptimizedModule)
+        return []  # before Dynamo is loaded nothing can have been compiled
+    return [
+        as_written(path)
+        for path, module in model.named_modules()
+        if isinstance(module, dynamo.OptimizedModule)
         or getattr(module, "_compiled_call_impl", None) is not None
         or hasattr(vars(module).get("forward", type(module).forward), "_torchdynamo_orig_callable")
-        for module in model.modules()
-    ) or any(
+    ]
+
+
+def uses_compiled(model: nn.Module, loss_fn: Any = None) -> bool:
+    """Return whether a part of the model, or a function that the loss function reaches, was given to torch.compile."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return False
+    return bool(compiled_modules(model)) or any(
         callable(thing) and "_torchdynamo_orig_callable" in getattr(thing, "__dict__", {})
         for _, thing in reachable(loss_fn, model)
     )

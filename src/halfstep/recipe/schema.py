@@ -222,6 +222,8 @@ class TrainOptions(Section):
     """Compute activations again in backward instead of keeping them: less memory, more time. Not with compile."""
     num_workers: Annotated[NonNegativeInt | Literal["auto"], Also("workers", "dataloader_num_workers")] = "auto"
     """Processes that read samples, per device; `auto` measures it once."""
+    check: bool = True
+    """Compare the first micro-batch with fp32 before the first update, at the cost of about two steps."""
     strict: bool = False
     """Compute in the precision asked for, emulated if need be, or refuse to run; no fallback to another."""
     device: Annotated[str, Also("gpu_ids", "gpu_id", "gpu")] = "auto"

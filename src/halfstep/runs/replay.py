@@ -16,7 +16,6 @@ from torch import nn
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations
 from halfstep.errors import BadData, HalfstepError, advice, reason_in
 from halfstep.guard.diagnosis.diagnose import diagnose
-from halfstep.guard.diagnosis.rerun import ReplayConfig
 from halfstep.guard.diagnosis.trials import TrialOutcome, Trials
 from halfstep.guard.repair.advice import REPAIR, advise, advise_precision
 from halfstep.guard.verdict import Verdict, place_of
@@ -34,6 +33,7 @@ from halfstep.runs.registry import own_task
 from halfstep.runs.replay_page import FailedStepList, ListedStep, RecordedStep, ReplayReport, Rerun
 from halfstep.status_line import OnProgress
 from halfstep.step.report import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, refused_by
+from halfstep.step.rerun import ReplayConfig
 from halfstep.step.step_inputs import StepInputs
 from halfstep.terminal import progress
 from halfstep.train.environment import differences, environment

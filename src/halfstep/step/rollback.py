@@ -151,6 +151,11 @@ class Rollback:
                 do="give the object these two methods, or make its tensors buffers of a module",
             )
 
+    @property
+    def included(self) -> list[Any]:
+        """The modules and objects that were included."""
+        return [*self._included, *self.with_state]
+
     def copy_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Copy parameters of covered modules before each window, without waiting until one is written."""
         own = set(map(id, parameters))

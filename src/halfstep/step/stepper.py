@@ -23,6 +23,7 @@ from halfstep.step.loss import ONLY, loss_and_aux
 from halfstep.step.objective import LocalFlags, Objective, Votes, refused_by, report_of
 from halfstep.step.optimizer_slot import MEMBERS, OptimizerSlot
 from halfstep.step.report import BUFFER_NOT_FINITE, GUARD, StepReport
+from halfstep.step.start_check import check_start
 from halfstep.step.step_inputs import StepInputs, TensorNames, generator_states, storages_of, versions_of
 from halfstep.step.stepper_base import StepperBase
 from halfstep.step.sync import LossFunction
@@ -72,6 +73,7 @@ class Stepper(StepperBase):
             RankFailed: Another rank failed.
             RanksDisagree: Another rank is at a different step.
             PrecisionNotObserved: Another precision ran.
+            StartCheckFailed: The start check refuses the step.
             TornUpdate: The previous update was interrupted.
         """
         checks.check_window(torn=False, in_one=bool(self._open), empty=False)
@@ -119,6 +121,8 @@ class Stepper(StepperBase):
         states, own = generator_states(self.device), self._holdings.generator_states()
         versions = versions_of(microbatches)
         self.attempt = StepInputs(loss_fn, microbatches, only, states, {}, versions, {}, own_generators=own)
+        if self._check:
+            self._check_start(self.attempt, slots)
         self._rollback.remember()
         if isinstance(self._scope, Watch):
             self._scope.begin()
@@ -130,6 +134,28 @@ class Stepper(StepperBase):
         # From here on an error rolls the window back; nothing before this point needs a rollback.
         self._open = slots
         self._synchroniser.begin(len(microbatches) if loss_fn else 0)
+
+    def _check_start(self, attempt: StepInputs, slots: list[OptimizerSlot]) -> None:
+        """Compare the first micro-batch with fp32, unless the run is a resumed one; raise StartCheckFailed."""
+        if not self.counts.attempted:
+            self._clear_gradients()
+            self._interrupts.allow()
+            self.start_check = check_start(
+                self.model,
+                attempt,
+                self.precision,
+                pair=lambda losses: self._pair(losses, slots),
+                include=self._rollback.included,
+                ranks=self.ranks.size,
+            )
+            self._interrupts.interruptible = False
+            # What the check wrote into the batch was written back, which counts as a write.
+            self.attempt = attempt._replace(factors={}, reaches={}, versions=versions_of(attempt.microbatches))
+        if self.start_check is not None:
+            self._emit(self.start_check.findings)
+            # Still due if it is refused: a caller that catches the error must not train on.
+            self.start_check.refuse()
+        self._check = False
 
     def _notice_changes(self, loss_fn: LossFunction | None) -> None:
         """React to changes of the model, or of what the loss function holds, since the last step."""
@@ -169,7 +195,7 @@ class Stepper(StepperBase):
     def _backward(self, result: Any, divide: int) -> None:
         losses, aux = loss_and_aux(result)
         self._aux.append(aux)
-        objectives = self._pair(losses)
+        objectives = self._pair(losses, self._open)
         if not self._objectives:
             self._objectives = objectives
             for objective in objectives:
@@ -188,9 +214,9 @@ class Stepper(StepperBase):
             # The losses share one forward graph, which the last backward frees.
             objective.backward(loss, divide, self.ranks, window=self._begun, retain_graph=objective is not last)
 
-    def _pair(self, losses: Any) -> list[Objective]:
+    def _pair(self, losses: Any, slots: list[OptimizerSlot]) -> list[Objective]:
         """Match losses with optimizers: one loss trains all optimizers of the step, a dict trains each by its own."""
-        several = isinstance(losses, dict) and len(self._open) > 1
+        several = isinstance(losses, dict) and len(slots) > 1
         if several and self._synchroniser.backward_goes_everywhere:
             raise WrongUse(
                 "several losses in one step of a model under fully_shard",
@@ -198,10 +224,10 @@ class Stepper(StepperBase):
                 do="return their sum, or step(loss_fn, batch, only=name) for each",
             )
         # The same objects each time, so that another kind of losses within one window is noticed by identity.
-        key = several, tuple(slot.name for slot in self._open)
+        key = several, tuple(slot.name for slot in slots)
         known = self._paired.get(key)
         if known is None:
-            groups = [[slot] for slot in self._open] if several else [self._open]
+            groups = [[slot] for slot in slots] if several else [slots]
             known = self._paired[key] = [self._objective(group) for group in groups]
         if isinstance(losses, dict) and not all(objective.loss.name in losses for objective in known):
             raise checks.no_loss([o.loss.name for o in known], losses)
@@ -292,7 +318,7 @@ class Stepper(StepperBase):
         # The losses of this window are known to the others only. Those of the last step, for the same optimizers, are
         # the best guess.
         same = [slot for objective in last for slot in objective.slots] == self._open
-        self._objectives = last if same else self._pair(None)
+        self._objectives = last if same else self._pair(None, self._open)
         for objective in self._objectives:
             objective.begin()
             objective.loss.begin_without_batch(self.device, self.ranks, self._begun)

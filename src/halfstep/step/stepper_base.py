@@ -30,6 +30,7 @@ from halfstep.step.replicated import Averaged, Replicated, Wrapped
 from halfstep.step.report import Guard
 from halfstep.step.rollback import Rollback
 from halfstep.step.sharded import Sharded, reshard
+from halfstep.step.start_check import StartCheck
 from halfstep.step.step_inputs import Holdings, StepInputs
 from halfstep.step.sync import Alone, Synchroniser
 from halfstep.step.window import CallOrder
@@ -59,6 +60,7 @@ class StepperBase:
         guards: Sequence[Guard] = (),
         on_gradients: Callable[[list[Tensor]], object] | None = None,
         observe: bool = True,
+        check: bool = False,
         ddp: Mapping[str, Any] | None = None,
         process_group: Any = None,
         strict: None = None,
@@ -84,6 +86,8 @@ class StepperBase:
             on_gradients: A callback with the parameters that have a gradient, after unscaling and before the finite
                 check.
             observe: Check in the first step which precision really runs.
+            check: Compare the first micro-batch with fp32 before the first update, and refuse a step without gradients
+                or values that fp32 has. The loss function is called twice more for it.
             ddp: Options for DistributedDataParallel, which wraps a plain model on several ranks.
             process_group: The group of ranks that train together; by default all ranks.
             strict: Not supported: a precision by name is always strict.
@@ -111,6 +115,9 @@ class StepperBase:
         self._rollback, self._holdings = Rollback(self._emit, model), Holdings(model)
         self._observe, self._look_schedule = observe, LookSchedule()
         self.observed: Observation | None = None
+        self._check = check
+        self.start_check: StartCheck | None = None
+        """The result of the start check; None before it, without `check`, on a resumed run, and in fp32."""
         with self.ranks.here():
             # Rank 0 decides and broadcasts, so it has to be this process group's rank 0.
             self._compute_in(choose_precision(precision, device=self.device))

@@ -114,6 +114,7 @@ def prepare(
         schedule=schedule,
         ema=Ema(model, train.ema) if train.ema is not None else None,
         loss_scale=DynamicScale(**recipe.loss_scale.model_dump()) if choice.precision.scaled else None,
+        check=train.check,
     )
     return Parts(model, optimizer, schedule, shape, stepper, notes)
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from halfstep import Stepper
 from halfstep.guard.diagnosis.diagnose import diagnose
-from halfstep.guard.diagnosis.rerun import ReplayConfig, rerun
 from halfstep.guard.verdict import History, Verdict
 from halfstep.precision.precision import precision_named
 from halfstep.step.loss import DynamicScale
+from halfstep.step.rerun import ReplayConfig, rerun
 from tests.support.models import plain_model
 
 FP32 = precision_named("fp32")

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import halfstep
 from halfstep import Guardian, Stepper
 from halfstep.guard.diagnosis import diagnose as diagnosis
-from halfstep.guard.diagnosis import rerun
 from halfstep.guard.diagnosis.diagnose import cost_of, diagnose
 from halfstep.guard.diagnosis.diagnoser import diagnose as by_hand
 from halfstep.guard.diagnosis.trials import Trials
 from halfstep.guard.verdict import GuardEvent
 from halfstep.observe.reachable import generators_in, reachable
 from halfstep.precision.precision import precision_named
+from halfstep.step import rerun
 from tests.support.digest import digest_of
 from tests.support.models import plain_model
 

@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import Stepper, Window
-from halfstep.guard.diagnosis.rerun import ReplayConfig, RerunResult, rerun
 from halfstep.observe.recorder import OUTSIDE, uses_compiled
 from halfstep.precision.island import islands
 from halfstep.precision.precision import precision_named
 from halfstep.step.loss import DynamicScale
 from halfstep.step.report import StepReport
+from halfstep.step.rerun import ReplayConfig, RerunResult, rerun
 from halfstep.step.step_inputs import StepInputs
 from tests.support.digest import digest_of
 from tests.support.models import Coder, buffered_model, plain_model

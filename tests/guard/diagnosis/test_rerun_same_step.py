@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import halfstep
 from halfstep import Stepper, Window
 from halfstep.guard.diagnosis.diagnose import diagnose
-from halfstep.guard.diagnosis.rerun import ReplayConfig, RerunResult, rerun
 from halfstep.guard.verdict import Verdict
 from halfstep.precision.precision import precision_named
 from halfstep.step.loss import DynamicScale
 from halfstep.step.report import StepReport
+from halfstep.step.rerun import ReplayConfig, RerunResult, rerun
 from tests.support.models import plain_model
 
 FP32 = precision_named("fp32")

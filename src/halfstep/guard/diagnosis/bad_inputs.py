@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 
 from halfstep import distributed
 from halfstep.formats import widest
-from halfstep.guard.diagnosis.rerun import ATTRIBUTE, HeldTensors
 from halfstep.guard.diagnosis.trials import TrialOutcome
 from halfstep.guard.verdict import ProposedRemedy
 from halfstep.numbers import number
 from halfstep.observe.nonfinite_origin import BATCH, INF, MINUS_INF, NAN, all_finite, kinds_of, local
 from halfstep.observe.reachable import leaves
 from halfstep.observe.recorder import as_written, storage_key
+from halfstep.step.rerun import ATTRIBUTE, HeldTensors
 from halfstep.step.step_inputs import StepInputs, versions_of
 
 UNUSUAL, ABSURD = 1e4, 1e6

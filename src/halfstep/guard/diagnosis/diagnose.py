@@ -14,7 +14,6 @@ from torch import nn
 from halfstep import distributed
 from halfstep.formats import FP32
 from halfstep.guard.diagnosis import bad_inputs, explain
-from halfstep.guard.diagnosis.rerun import HeldTensors, OnGradients, ReplayConfig, holdings
 from halfstep.guard.diagnosis.trials import TrialOutcome, Trials, remedies_for
 from halfstep.guard.verdict import (
     CODE,
@@ -35,6 +34,7 @@ from halfstep.numbers import size
 from halfstep.observe.nonfinite_origin import BATCH, LITERAL, NAN, OTHERS
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, refused_by
+from halfstep.step.rerun import HeldTensors, OnGradients, ReplayConfig, holdings
 from halfstep.step.step_inputs import StepInputs
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.guard.diagnosis.bad_inputs import Spot
-from halfstep.guard.diagnosis.rerun import ON_GRADIENTS
 from halfstep.guard.diagnosis.trials import TrialOutcome
 from halfstep.guard.verdict import Culprit, History, ProposedRemedy
 from halfstep.numbers import number
 from halfstep.observe.nonfinite_origin import CONSTANT, all_finite, largest_finite, local, norm_of
 from halfstep.observe.recorder import OUTSIDE, as_written
 from halfstep.precision.precision import Precision
+from halfstep.step.rerun import ON_GRADIENTS
 
 BATCH_WRITTEN = "the batch was written to in place during the step"
 CLONE_FIRST = "copy a tensor of the batch before writing into it: x = x.clone()"

@@ -13,13 +13,13 @@ from torch import nn
 
 from halfstep import distributed
 from halfstep.formats import BF16, FORMATS, FP16, FP32
-from halfstep.guard.diagnosis.rerun import ON_GRADIENTS, ReplayConfig, RerunResult, batch_kept, rerun
 from halfstep.guard.verdict import Culprit, ProposedRemedy
 from halfstep.numbers import number
 from halfstep.observe.nonfinite_origin import CONSTANT, MINUS_INF, NAN, OTHERS, Made, OperationInput
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.hardware import ability, describe
 from halfstep.precision.precision import Precision, precision_named
+from halfstep.step.rerun import ON_GRADIENTS, ReplayConfig, RerunResult, batch_kept, rerun
 from halfstep.step.step_inputs import StepInputs
 
 COUNTS_NOTHING = "counts no element: its Counted(sum, count) has a count of 0"

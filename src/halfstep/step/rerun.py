@@ -1,4 +1,4 @@
-"""Run a failed step again, in its own or another precision, with or without an island, without side effects.
+"""Run a step without applying it, in its own or another precision, with or without an island, without side effects.
 
 The weights are unchanged, because a skip changes nothing. The model itself runs, not a copy, so that code which holds a
 reference to it sees the same object; everything that the rerun writes is restored afterwards.
@@ -31,6 +31,7 @@ from halfstep.observe.recorder import Recorder, as_written, eagerly
 from halfstep.precision.island import trial_island
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.loss import Counted, base_count, loss_and_aux, weighted
+from halfstep.step.objective import Objective
 from halfstep.step.rollback import Rollback
 from halfstep.step.step_inputs import Factor, StepInputs, generator_states, set_generator_states
 
@@ -78,11 +79,18 @@ def _of(name: str, holder: str) -> str:
 
 @contextmanager
 def undisturbed(
-    model: nn.Module, attempt: StepInputs, holdings: HeldTensors, device: torch.device, *, compiled: bool
+    model: nn.Module,
+    attempt: StepInputs,
+    holdings: HeldTensors,
+    device: torch.device,
+    *,
+    compiled: bool,
+    include: Sequence[Any] = (),
 ) -> Iterator[Rollback]:
     """Restore what the block writes, gradients and random numbers; a recorder announces the writes to the rollback.
 
-    Of compiled code no recorder learns what it is about to write, so parameters are copied in advance.
+    Of compiled code no recorder learns what it is about to write, so parameters are copied in advance. `include` are
+    modules and objects that are restored as a whole, as by `Stepper.include`.
     """
     modules = [model, *(module for _, module in holdings.modules)]
     trained = [parameter for reach in (attempt.reaches or {}).values() for parameter in reach.parameters]
@@ -90,6 +98,8 @@ def undisturbed(
     parameters = list({id(parameter): parameter for parameter in every}.values())
     rollback = Rollback(_report_nothing, model)
     rollback.look_beside(modules[1:])
+    for thing in include:
+        rollback.include(thing)
     if compiled:
         # Of a large model only the untrained ones, since a copy of all may not fit.
         fits = sum(parameter.numel() for parameter in parameters) <= MOST_COPIED
@@ -229,7 +239,7 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
             set_generator_states(attempt.generators, device)
             for generator, state in attempt.own_generators:
                 generator.set_state(state)
-            shares = _run(model, attempt, config, device)
+            shares = run_microbatches(model, attempt, config, device)
             after_backward = origins.order
             if config.on_gradients is not None:
                 _edit(model, attempt, shares, config.on_gradients)
@@ -253,14 +263,29 @@ def _has_numbers(buffer: Tensor) -> bool:
     return strided and (buffer.is_floating_point() or buffer.is_complex())
 
 
-def _run(model: nn.Module, attempt: StepInputs, config: ReplayConfig, device: torch.device) -> dict[str, ReplayLoss]:
-    assert attempt.loss_fn is not None, "the context form cannot be rerun"
+def run_microbatches(
+    model: nn.Module,
+    attempt: StepInputs,
+    config: ReplayConfig,
+    device: torch.device,
+    pair: Callable[[Any], Sequence[Objective]] | None = None,
+) -> dict[str, ReplayLoss]:
+    """Run forward and backward of every micro-batch; gradients add up in the parameters, unexchanged and scaled.
+
+    `pair` matches losses with optimizers for a step that has not run yet.
+    """
+    assert attempt.loss_fn is not None, "the context form cannot be run again"
+    shares: dict[str, ReplayLoss] = {}
     microbatches = len(attempt.microbatches)
-    shares = {name: ReplayLoss(factor, microbatches, config.scale) for name, factor in attempt.factors.items()}
     autocast = config.precision.autocast(device)
     for microbatch in attempt.microbatches:
         with autocast:
             given, _ = loss_and_aux(attempt.loss_fn(model, microbatch))
+        if pair is not None and not attempt.factors:
+            attempt.has(pair(given))
+        shares = shares or {
+            name: ReplayLoss(factor, microbatches, config.scale) for name, factor in attempt.factors.items()
+        }
         by_name = given if isinstance(given, dict) else dict.fromkeys(list(shares)[:1], given)
         ready = {name: share.weighed(by_name[name]) for name, share in shares.items()}
         last = list(ready)[-1]
