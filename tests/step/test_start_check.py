@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import start_check as bench
-from halfstep import DynamicScale, Stepper, distributed
+from halfstep import DynamicScale, Guardian, Stepper, distributed
 from halfstep.errors import StartCheckFailed
 from halfstep.precision.precision import precision_named
 from halfstep.step import start_check
@@ -269,6 +269,15 @@ def test_gradients_that_underflow_are_a_warning(batch: Tensor) -> None:
     stepper = _stepper(FP16, check=True, loss_scale=DynamicScale(init_scale=1.0))
     assert stepper.step(lambda model, x: 1e-9 * model(x).float().square().mean(), batch).applied
     assert start_check.UNDERFLOW in {finding.id for finding in stepper.findings}
+
+
+def test_an_overflow_is_left_to_a_guardian() -> None:
+    case = bench._overflow()
+    stepper = _stepper(FP16, case.model, check=True, observe=False)
+    guardian = Guardian(stepper, tell=lambda _event: None)
+    assert not guardian.step(case.loss_fn, case.batch).applied
+    assert stepper.start_check is not None
+    assert [each.id for each in stepper.start_check.deviations] == [start_check.NOT_FINITE]
 
 
 # -- choices ----------------------------------------------------------------------------------------------------------

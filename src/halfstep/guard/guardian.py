@@ -71,6 +71,8 @@ class Guardian:
         if mode not in ("watch", "repair"):
             raise unknown_name("guard mode", mode, ("watch", "repair"))
         self.stepper, self.mode, self.limits = stepper, mode, limits
+        # It names the operation, and repairs it or ends the run: more than a refusal by the start check.
+        stepper.handles_non_finite = True
         self._tell, self._meters = tell, meters
         watching = next((g for g in stepper.guards if isinstance(g, Spike)), None)
         self._spike = Spike() if watching is None or limits.spikes == "off" else watching

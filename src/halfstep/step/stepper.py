@@ -23,7 +23,7 @@ from halfstep.step.loss import ONLY, loss_and_aux
 from halfstep.step.objective import LocalFlags, Objective, Votes, refused_by, report_of
 from halfstep.step.optimizer_slot import MEMBERS, OptimizerSlot
 from halfstep.step.report import BUFFER_NOT_FINITE, GUARD, StepReport
-from halfstep.step.start_check import check_start
+from halfstep.step.start_check import NOT_FINITE, check_start
 from halfstep.step.step_inputs import StepInputs, TensorNames, generator_states, storages_of, versions_of
 from halfstep.step.stepper_base import StepperBase
 from halfstep.step.sync import LossFunction
@@ -154,7 +154,7 @@ class Stepper(StepperBase):
         if self.start_check is not None:
             self._emit(self.start_check.findings)
             # Still due if it is refused: a caller that catches the error must not train on.
-            self.start_check.refuse()
+            self.start_check.refuse(but_for=NOT_FINITE if self.handles_non_finite else "")
         self._check = False
 
     def _notice_changes(self, loss_fn: LossFunction | None) -> None:

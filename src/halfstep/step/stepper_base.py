@@ -118,6 +118,8 @@ class StepperBase:
         self._check = check
         self.start_check: StartCheck | None = None
         """The result of the start check; None before it, without `check`, on a resumed run, and in fp32."""
+        self.handles_non_finite = False
+        """Whether a guard examines non-finite steps, so that the start check leaves them to it."""
         with self.ranks.here():
             # Rank 0 decides and broadcasts, so it has to be this process group's rank 0.
             self._compute_in(choose_precision(precision, device=self.device))
