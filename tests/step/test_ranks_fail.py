@@ -126,3 +126,40 @@ def test_the_very_first_window_fails_under_fsdp2_and_the_group_is_lost(ranks: Ra
     assert not any(one["usable"] for one in found[:-1])
     assert all("no longer usable" in one["words"] for one in found[:-1])
     assert any("no longer usable" in note for note in found[-1]["notes"])
+
+
+def started(rank: int, spoilt: bool) -> dict[str, Any]:
+    """The first window with a start check in bf16; the last rank loses a gradient in it if `spoilt`."""
+    import torch
+
+    from halfstep.errors import HalfstepError
+    from halfstep.precision.precision import precision_named
+    from tests.support.digest import digest_of
+    from tests.support.models import plain_model
+
+    model = plain_model()
+    before = digest_of(model.state_dict())
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("bf16"), check=True)
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        lost = spoilt and is_guilty(rank) and torch.is_autocast_enabled("cpu")
+        hidden = model[1](model[0](batch))
+        return model[2](hidden.detach() if lost else hidden).float().square().mean()
+
+    error = ""
+    try:
+        stepper.step(loss_fn, batches(rank, 0)[0])
+    except HalfstepError as failed:
+        error = failed.id
+    weights = digest_of(model.state_dict())
+    return {"error": error, "changed": weights != before, "weights": weights}
+
+
+def test_a_start_check_that_refuses_on_one_rank_stops_all(ranks: Ranks) -> None:
+    fine = ranks(started, False)
+    assert [one["error"] for one in fine] == [""] * len(fine)
+    assert all(one["changed"] for one in fine)
+    assert len({one["weights"] for one in fine}) == 1
+    refused = ranks(started, True)
+    assert [one["error"] for one in refused] == ["rank-failed"] * (len(refused) - 1) + ["start.no_gradient"]
+    assert not any(one["changed"] for one in refused)

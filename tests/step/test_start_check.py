@@ -183,10 +183,19 @@ def test_a_refusal_changes_nothing_and_stays(batch: Tensor) -> None:
             stepper.step(Calls(), batch)
         assert (caught.value.id, caught.value.module) == (start_check.NO_GRADIENT, "1")
         assert caught.value.figure > 0.0
-        assert "island(model, '1')" in caught.value.do
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert stepper.counts.attempted == 0
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.wording
+def test_a_refusal_has_the_parameter_the_figure_and_a_remedy(batch: Tensor) -> None:
+    stepper = _stepper(model=nn.Sequential(nn.Linear(8, 16), bench.BiasDropped(16, 4)), check=True)
+    with pytest.raises(
+        StartCheckFailed, match=r"1\.bias has no gradient in bf16, and one up to [0-9.]+ in fp32"
+    ) as caught:
+        stepper.step(Calls(), batch)
+    assert "island(model, '1')" in caught.value.do
 
 
 # -- not checked ------------------------------------------------------------------------------------------------------

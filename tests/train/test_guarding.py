@@ -106,7 +106,7 @@ def test_a_run_that_gave_up_goes_on_with_the_cure_and_needs_no_leave(tmp_path: P
 
 
 def test_off_means_off(tmp_path: Path) -> None:
-    run = fit(tmp_path, InOneModule, guard="off", train__steps=12)
+    run = fit(tmp_path, InOneModule, guard="off", train__steps=12, train__check=False)
     assert sum(run.skipped.values()) == 12
     assert not events(tmp_path / "run", "guard")
     assert not (tmp_path / "run" / "failed_steps").exists()

@@ -284,7 +284,10 @@ class _Judge:
 
     def __init__(self, model: nn.Module, precision: Precision, wide: _Ran, narrow: _Ran, factor: float) -> None:
         self._modules = {as_written(path): module for path, module in model.named_modules()}
-        self._format, self._name, self._wide, self._narrow = precision.computes, precision.name, wide, narrow
+        self._format, self._wide, self._narrow = precision.computes, wide, narrow
+        converted = any(map(is_converted, model.modules()))
+        self._name = f"{precision.name} with fp8 layers" if converted else precision.name
+        self._epsilon = max(format_in(module, precision.computes).epsilon for module in model.modules())
         self._compiled = compiled_modules(model)
         self._smallest = _UNDERFLOWS / factor if precision.scaled else 0.0
         self._distances = _distances(wide.gradients, narrow.gradients)
@@ -372,7 +375,7 @@ class _Judge:
 
     def _far(self) -> list[Deviation]:
         """Find the first output, and the weight gradient, that are further from fp32 than the format explains."""
-        epsilon, far = self._format.epsilon, list[tuple[str, str, str, float]]()
+        epsilon, far = self._epsilon, list[tuple[str, str, str, float]]()
         for path, relative in _output_distances(self._wide.values, self._narrow.values).items():
             if relative > min(_AT_MOST, _OUTPUT * epsilon):
                 far.append((OUTPUT, path, f"the output of {_shown(path)}", relative))
@@ -401,7 +404,7 @@ class _Judge:
         if ran is None:
             text = "the compiled step was not compared with the eager one: their dropout masks differ"
             return [Deviation(NOT_CHECKED, "note", "", math.nan, text, "nothing")]
-        far, least = _distances(self._narrow.gradients, ran.gradients), _COMPILED * self._format.epsilon
+        far, least = _distances(self._narrow.gradients, ran.gradients), _COMPILED * self._epsilon
         # Compiled code rounds at other places: as far from the eager code as that is from fp32, and not much further.
         off = [(far[n].relative / max(least, 4 * self._distances[n].relative), n) for n in self._weights() if n in far]
         inside = [each for each in off if each[0] > 1.0 and _module_of(each[1]).startswith(tuple(self._compiled))]
