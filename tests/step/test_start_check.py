@@ -39,6 +39,16 @@ def test_a_fault_is_caught_and_named(fault: bench.Fault) -> None:
     assert said.refused == (fault.id in REFUSED)
 
 
+class TwiceTheGradient(bench.Narrow):
+    def narrow(self, x: Tensor) -> Tensor:
+        return F.linear(x, 2.0 * self.weight - self.weight.detach(), self.bias)
+
+
+def test_a_gradient_that_is_scaled_is_a_warning() -> None:
+    said = bench.checked(bench._rows(extra=TwiceTheGradient(bench.WIDTH, bench.WIDTH)), "bf16")
+    assert (said.id, said.module, said.refused) == (start_check.GRADIENT, "extra", False)
+
+
 def test_a_bad_device_is_refused_by_name() -> None:
     assert bench.bad_device_refused()
 

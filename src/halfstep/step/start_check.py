@@ -277,6 +277,13 @@ class _Distance(NamedTuple):
     """The largest element of the second; NaN if there is one."""
     relative: float
     """The norm of the difference, as a share of the first one's norm."""
+    slope: float
+    """The part of the difference that is along the first: 1 if the second is twice as large."""
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the second is a multiple of the first, rather than the first with noise."""
+        return abs(self.slope) > 0.8 * self.relative
 
 
 class _Judge:
@@ -380,7 +387,9 @@ class _Judge:
             if relative > min(_AT_MOST, _OUTPUT * epsilon):
                 far.append((OUTPUT, path, f"the output of {_shown(path)}", relative))
                 break
-        worst = max(self._weights(), key=lambda name: self._distances[name].relative, default="")
+        # Noise alone is no sign: batch normalization over few samples makes it larger than the gradient in bf16.
+        scaled = [name for name in self._weights() if self._distances[name].is_scaled]
+        worst = max(scaled, key=lambda name: self._distances[name].relative, default="")
         if worst and self._distances[worst].relative > min(_AT_MOST, _GRADIENT * epsilon):
             far.append((GRADIENT, _module_of(worst), f"the gradient of {worst}", self._distances[worst].relative))
         if far and self._choices:
@@ -450,13 +459,14 @@ def _distances(reference: Mapping[str, Tensor | None], other: Mapping[str, Tenso
     known = {name: gradient for name, gradient in reference.items() if gradient is not None and gradient.numel()}
     numbers = [_numbers(gradient.float(), other.get(name)) for name, gradient in known.items()]
     read = torch.stack(numbers).tolist() if numbers else []
-    return {name: _Distance(*three) for name, three in zip(known, read, strict=True)}
+    return {name: _Distance(*four) for name, four in zip(known, read, strict=True)}
 
 
 def _numbers(reference: Tensor, other: Tensor | None) -> Tensor:
     other = torch.zeros_like(reference) if other is None else other.float()
-    relative = (other - reference).norm() / reference.norm().clamp(min=1e-38)
-    return torch.stack([reference.abs().amax(), other.abs().amax(), relative])
+    size = reference.norm().clamp(min=1e-38)
+    slope = (reference / size * ((other - reference) / size)).sum()
+    return torch.stack([reference.abs().amax(), other.abs().amax(), (other - reference).norm() / size, slope])
 
 
 def _module_of(parameter: str) -> str:
