@@ -57,6 +57,8 @@ _PLAIN_LAYER = 1e-3
 """The error in fp32 up to which a layer computes the product of its inputs and its weight, and nothing else."""
 _OUTPUT, _GRADIENT, _COMPILED, _AT_MOST = 64, 256, 16, 0.5
 """Distances that the roundings of a deep model explain, in epsilons, and at most."""
+_CALM = 8
+"""The largest distance of an output, in epsilons, up to which gradients are compared."""
 _ROUNDING, _COMPARED = 64 * FP32.epsilon, 1e-4
 """Shares of the largest gradient: below the first, fp32's may be rounding noise; below the second, none is compared."""
 _ZEROS = 0.25
@@ -383,12 +385,15 @@ class _Judge:
     def _far(self) -> list[Deviation]:
         """Find the first output, and the weight gradient, that are further from fp32 than the format explains."""
         epsilon, far = self._epsilon, list[tuple[str, str, str, float]]()
-        for path, relative in _output_distances(self._wide.values, self._narrow.values).items():
+        outputs = _output_distances(self._wide.values, self._narrow.values)
+        for path, relative in outputs.items():
             if relative > min(_AT_MOST, _OUTPUT * epsilon):
                 far.append((OUTPUT, path, f"the output of {_shown(path)}", relative))
                 break
-        # Noise alone is no sign: batch normalization over few samples makes it larger than the gradient in bf16.
-        scaled = [name for name in self._weights() if self._distances[name].is_scaled]
+        # Noise alone is no sign, nor is a gradient where forward amplifies roundings: batch normalization over few
+        # samples makes both larger than the gradient itself in bf16.
+        calm = max(outputs.values(), default=0.0) <= _CALM * epsilon
+        scaled = [name for name in self._weights() if calm and self._distances[name].is_scaled]
         worst = max(scaled, key=lambda name: self._distances[name].relative, default="")
         if worst and self._distances[worst].relative > min(_AT_MOST, _GRADIENT * epsilon):
             far.append((GRADIENT, _module_of(worst), f"the gradient of {worst}", self._distances[worst].relative))
