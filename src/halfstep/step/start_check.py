@@ -2,7 +2,8 @@
 
 Both runs have the same weights and random numbers, and nothing of them remains. Refused is what no rounding explains:
 a parameter without a gradient, values that became zero, non-finite numbers that fp32 does not have. What is further
-from fp32 than the format explains is a warning: discrete choices, such as routing, differ on healthy models too.
+from fp32 than the format explains is a warning: discrete choices, such as routing, differ on healthy models too. What
+roundings explain follows from the terms of each sum (`observe/layer_sums.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from torch.utils import _pytree as pytree
 from halfstep import distributed
 from halfstep.errors import StartCheckFailed, in_one_line
 from halfstep.finding import Finding, Severity
-from halfstep.formats import FP32, Format
+from halfstep.formats import FP32
 from halfstep.json_data import JsonResult
 from halfstep.numbers import number, share
-from halfstep.observe.module_values import ModuleValues, Product, as_plain, format_in, is_converted
+from halfstep.observe.layer_sums import INPUT, PARAMETER, RESULT, Part, Sums
+from halfstep.observe.module_values import ModuleValues
 from halfstep.observe.reachable import leaves
 from halfstep.observe.recorder import as_written, compiled_modules, eagerly, uses_compiled
 from halfstep.out_of_memory import is_too_large
+from halfstep.precision.conversion import as_plain, format_in, is_converted
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.step.objective import Objective
 from halfstep.step.rerun import (
@@ -50,17 +53,18 @@ NO_GRADIENT, ZEROS, NOT_FINITE = "start.no_gradient", "start.zeros", "start.not_
 OUTPUT, GRADIENT, CHOICES, COMPILED = "start.output", "start.gradient", "start.choices", "start.compiled"
 UNDERFLOW, NOT_CHECKED = "start.underflow", "start.not_checked"
 
-_PRODUCT, _SLOPE = 0.75, 0.25
-"""The largest error of a linear layer or convolution, and the largest share of its product that it may be off, in
-units of the format's epsilon: rounding to nearest gives 0.2 and 0."""
+_ERROR, _SLOPE = 0.75, 0.25
+"""The largest error of a layer's numbers, and the largest share that they may be off, in units of the format's epsilon:
+rounding to nearest gives 0.2 and 0."""
 _PLAIN_LAYER = 1e-3
-"""The error in fp32 up to which a layer computes the product of its inputs and its weight, and nothing else."""
-_OUTPUT, _GRADIENT, _COMPILED, _AT_MOST = 64, 256, 16, 0.5
+"""The error in fp32 up to which a layer adds up the products of what it was given, and nothing else."""
+_SIGNAL = 0.01
+"""The size of a sum, relative to its terms, that rounding noise does not reach: fp32's epsilon times the root of their
+number is below it for 10^9 terms."""
+_OUTPUT, _COMPILED, _AT_MOST = 64, 16, 0.5
 """Distances that the roundings of a deep model explain, in epsilons, and at most."""
-_CALM = 8
-"""The largest distance of an output, in epsilons, up to which gradients are compared."""
-_ROUNDING, _COMPARED = 64 * FP32.epsilon, 1e-4
-"""Shares of the largest gradient: below the first, fp32's may be rounding noise; below the second, none is compared."""
+_SMALL = FP32.epsilon**0.5
+"""The share of the largest gradient below which half of fp32's digits may be lost in what leads to it."""
 _ZEROS = 0.25
 _UNDERFLOWS = 1e-3
 """fp16 gradients that would be below this, scaled, may be zero by underflow of what they are summed from."""
@@ -188,6 +192,10 @@ class _Ran(NamedTuple):
     """Of the trained parameters by name, unscaled."""
     loss: float
 
+    def is_matrix(self, name: str) -> bool:
+        gradient = self.gradients[name]
+        return gradient is not None and gradient.ndim > 1
+
 
 class _Runs:
     """The runs of one check; whatever they write is restored."""
@@ -242,7 +250,9 @@ class _Runs:
                 generator.set_state(state)
             config = ReplayConfig(precision, scale=factor, compiled=compiled)
             losses = run_microbatches(model, attempt, config, self._device, self._pair)
-            gradients = {as_written(name): parameter.grad for name, parameter in model.named_parameters()}
+            named = [(as_written(name), parameter) for name, parameter in model.named_parameters()]
+            gradients = {name: parameter.grad for name, parameter in named}
+            values.sums.compare_gradients(named)
         reached = [id(p) for reach in (attempt.reaches or {}).values() for p in reach.parameters]
         trained = {names[key]: gradients[names[key]] for key in reached if key in names}
         found = {name: None if g is None else g.to_dense() / factor for name, g in trained.items()}
@@ -277,39 +287,38 @@ class _Distance(NamedTuple):
     """The largest element of the first."""
     largest: float
     """The largest element of the second; NaN if there is one."""
+    norm: float
+    """The norm of the first."""
     relative: float
     """The norm of the difference, as a share of the first one's norm."""
-    slope: float
-    """The part of the difference that is along the first: 1 if the second is twice as large."""
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether the second is a multiple of the first, rather than the first with noise."""
-        return abs(self.slope) > 0.8 * self.relative
 
 
 class _Judge:
     """The comparison of two runs."""
 
     def __init__(self, model: nn.Module, precision: Precision, wide: _Ran, narrow: _Ran, factor: float) -> None:
-        self._modules = {as_written(path): module for path, module in model.named_modules()}
-        self._format, self._wide, self._narrow = precision.computes, wide, narrow
+        self._formats = {as_written(path): format_in(m, precision.computes) for path, m in model.named_modules()}
+        self._wide, self._narrow = wide, narrow
         converted = any(map(is_converted, model.modules()))
         self._name = f"{precision.name} with fp8 layers" if converted else precision.name
-        self._epsilon = max(format_in(module, precision.computes).epsilon for module in model.modules())
+        self._epsilon = max(format.epsilon for format in self._formats.values())
         self._compiled = compiled_modules(model)
         self._smallest = _UNDERFLOWS / factor if precision.scaled else 0.0
         self._distances = _distances(wide.gradients, narrow.gradients)
-        self._top = max((each.reference for each in self._distances.values()), default=0.0)
+        self._top = max((each.norm for each in self._distances.values()), default=0.0)
         self._choices = _other_choices(wide.values, narrow.values)
+        # A subclass may compute something else, such as a masked product; in fp32 it does so, too.
+        self._plain = {part: sums for part, sums in wide.values.sums.read().items() if sums.error < _PLAIN_LAYER}
+        self._sums = {part: sums for part, sums in narrow.values.sums.read().items() if part in self._plain}
 
     def deviations(self) -> list[Deviation]:
         """Return refusals, or warnings if there is none."""
-        products = self._products()
-        first = [*self._not_finite(), *(each for each in products if each.id == ZEROS), *self._without_gradient()]
-        refused = [each for each in first if each.severity == "error"]
+        layers = [found for part, sums in self._sums.items() if (found := self._judge_sums(part, sums)) is not None]
+        first = [*self._not_finite(), *layers, *self._without_gradient()]
+        by_id = {each.id: each for each in reversed(first)}
+        refused = [each for each in first if each.severity == "error" and each is by_id[each.id]]
         # A layer that is off explains what is far from fp32 after it.
-        return refused or [*first, *products] or self._far()
+        return refused or [each for each in first if each is by_id[each.id]] or self._far()
 
     def _not_finite(self) -> list[Deviation]:
         wide, narrow = self._wide.values.largest(), self._narrow.values.largest()
@@ -327,91 +336,90 @@ class _Judge:
         text = f"{what} is not finite in {self._name}, and {reference} in fp32"
         return [Deviation(NOT_FINITE, "error", module, figure, text, _keep_wide(module))]
 
-    def _without_gradient(self) -> list[Deviation]:
-        """Find parameters without a gradient, or with zeros only, where fp32 has more than rounding noise."""
-        least = _ROUNDING * self._top
-        missing = [name for name, d in self._distances.items() if d.largest == 0.0 and d.reference > least]
-        lost = [name for name in missing if self._distances[name].reference >= self._smallest]
-        found = []
-        if lost:
-            # Backward reaches the last one first: what is lost there is lost for those before it.
-            name, more = lost[-1], f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            figure, module = self._distances[name].reference, _module_of(name)
-            kind = "no gradient" if self._narrow.gradients[name] is None else "a gradient of zeros only"
-            text = f"{name}{more} has {kind} in {self._name}, and one up to {number(figure)} in fp32"
-            text += f"; {self._choices[0]}" if self._choices else ""
-            fix = f"look for what drops it (a conversion, detach, no_grad, a kernel), or {_keep_wide(module)}"
-            # An expert to which no token was sent has none either.
-            found.append(Deviation(NO_GRADIENT, "warning" if self._choices else "error", module, figure, text, fix))
-        if len(missing) > len(lost):
-            name = next(name for name in reversed(missing) if name not in lost)
-            figure, module = self._distances[name].reference, _module_of(name)
-            text = f"the gradient of {name} is zero in {self._name} by underflow, and up to {number(figure)} in fp32"
-            fix = f"precision='bf16', a larger init_scale, or {_keep_wide(module)}"
-            found.append(Deviation(UNDERFLOW, "warning", module, figure, text, fix))
-        return found
-
-    def _products(self) -> list[Deviation]:
-        """Find linear layers and convolutions whose results are not the products of what they were given."""
-        plain, found = self._wide.values.products(), dict[str, Deviation]()
-        for path, product in self._narrow.values.products().items():
-            # A subclass may compute something else, such as a masked product; in fp32 it does so, too.
-            if path in plain and plain[path].error < _PLAIN_LAYER:
-                judged = self._judge_product(path, product, format_in(self._modules[path], self._format))
-                if judged is not None:
-                    found.setdefault(judged.id, judged)
-        return list(found.values())
-
-    def _judge_product(self, path: str, product: Product, format: Format) -> Deviation | None:
-        # tf32 and fp8 round inside of the kernel: their roundings are part of the error, and may be truncations.
-        units = format.epsilon * (1.0 if format.dtype is not None else 3.0)
-        limit = _SLOPE * units + 3 * product.doubt if format.dtype is not None else _AT_MOST / 2
-        fix = f"look for what computes it (a conversion, a hook, a stale copy, a kernel), or {_keep_wide(path)}"
+    def _judge_sums(self, part: Part, sums: Sums) -> Deviation | None:
+        """Judge numbers of a layer by the roundings of its format; a gradient of zeros is judged by its parameter."""
+        path = _module_of(part.name) if part.kind == PARAMETER else part.name
+        format, id = self._formats[path], OUTPUT if part.kind == RESULT else GRADIENT
         severity: Severity = "warning"
-        if product.zeros > _ZEROS:
-            id, figure, severity = ZEROS, product.zeros, "error"
+        # Roundings add up like noise, until a sum is so long that it swallows its terms: then nothing bounds it.
+        many = sums.roundings**0.5 if sums.roundings * format.epsilon < 1.0 else math.inf
+        # tf32 and fp8 round inside of the kernel: their roundings are part of the error, and may be truncations.
+        units = format.epsilon * (1.0 if format.dtype is not None else 3.0) * many
+        limit = _SLOPE * units + 3 * sums.doubt if format.dtype is not None else _AT_MOST / 2
+        fix = f"look for what computes it (a conversion, a hook, a stale copy, a kernel), or {_keep_wide(path)}"
+        if sums.zeros > _ZEROS:
+            if part.kind == PARAMETER:
+                return None
+            id, figure, severity = ZEROS if part.kind == RESULT else NO_GRADIENT, sums.zeros, "error"
             text = f"{share(figure)} of its products are zero, and not small in fp32"
-            fix = f"clip or scale what it is given: one outlier sets the scale of a whole tensor; {fix}"
-        elif abs(product.slope) > limit:
-            id, figure = OUTPUT, product.slope
-            text = f"its products are {1.0 + figure:.4g} times those of fp32"
-        elif product.error > _PRODUCT * units:
-            id, figure = OUTPUT, product.error
+            if part.kind == RESULT:
+                fix = f"clip or scale what it is given: one outlier sets the scale of a whole tensor; {fix}"
+        elif abs(sums.slope) > limit and sums.signal > 0.1:
+            figure, text = sums.slope, f"its products are {1.0 + sums.slope:.4g} times those of fp32"
+        elif sums.error > _ERROR * units:
+            figure = sums.error
             text = f"its results are {share(figure)} from fp32's, where roundings explain {share(units)}"
         else:
             return None
-        return Deviation(id, severity, path, figure, f"{_shown(path)} in {self._name}: {text}", fix)
+        shown = {RESULT: _shown(path), INPUT: f"the gradient that {_shown(path)} returns"}
+        what = shown.get(part.kind, f"the gradient of {part.name}")
+        return Deviation(id, severity, path, figure, f"{what} in {self._name}: {text}", fix)
+
+    def _without_gradient(self) -> list[Deviation]:
+        """Find parameters without a gradient, or with zeros only, where fp32 has more than rounding noise.
+
+        The sums of absolute terms say what noise is; a parameter whose terms are not known is never refused.
+        """
+        refused, reported, small = list[str](), list[str](), list[str]()
+        for name, distance in self._distances.items():
+            part, none = Part(PARAMETER, name), self._narrow.gradients[name] is None
+            if distance.largest == 0.0 < distance.reference:
+                plain = self._plain.get(part)
+                arrived = part in self._sums and self._sums[part].zeros > _ZEROS
+                large = distance.norm > _SMALL * self._top
+                if plain is not None and plain.signal < _SIGNAL:
+                    continue
+                if distance.reference < self._smallest:
+                    small.append(name)
+                elif plain is not None and (none or arrived or large):
+                    refused.append(name)
+                elif none or (large and self._wide.is_matrix(name)):
+                    reported.append(name)
+        fix = "look for what drops it (a conversion, detach, no_grad, a kernel), or {}"
+        # An expert to which no token was sent has none either.
+        found = [self._lost(refused, "warning" if self._choices else "error", fix)] if refused else []
+        found += [self._lost(reported, "warning", fix)] if reported else []
+        if small:
+            fix = "precision='bf16', a larger init_scale, or {}"
+            found.append(self._lost(small, "warning", fix)._replace(id=UNDERFLOW))
+        return found
+
+    def _lost(self, names: Sequence[str], severity: Severity, fix: str) -> Deviation:
+        # Backward reaches the last one first: what is lost there is lost for those before it.
+        name, more = names[-1], f" and {len(names) - 1} more" if len(names) > 1 else ""
+        figure, module = self._distances[name].reference, _module_of(name)
+        kind = "no gradient" if self._narrow.gradients[name] is None else "a gradient of zeros only"
+        text = f"{name}{more} has {kind} in {self._name}, and one up to {number(figure)} in fp32"
+        text += f"; {self._choices[0]}" if self._choices else ""
+        return Deviation(NO_GRADIENT, severity, module, figure, text, fix.format(_keep_wide(module)))
 
     def _far(self) -> list[Deviation]:
-        """Find the first output, and the weight gradient, that are further from fp32 than the format explains."""
-        epsilon, far = self._epsilon, list[tuple[str, str, str, float]]()
+        """Find the first output that is further from fp32 than the roundings of a deep model explain."""
         outputs = _output_distances(self._wide.values, self._narrow.values)
-        for path, relative in outputs.items():
-            if relative > min(_AT_MOST, _OUTPUT * epsilon):
-                far.append((OUTPUT, path, f"the output of {_shown(path)}", relative))
-                break
-        # Noise alone is no sign, nor is a gradient where forward amplifies roundings: batch normalization over few
-        # samples makes both larger than the gradient itself in bf16.
-        calm = max(outputs.values(), default=0.0) <= _CALM * epsilon
-        scaled = [name for name in self._weights() if calm and self._distances[name].is_scaled]
-        worst = max(scaled, key=lambda name: self._distances[name].relative, default="")
-        if worst and self._distances[worst].relative > min(_AT_MOST, _GRADIENT * epsilon):
-            far.append((GRADIENT, _module_of(worst), f"the gradient of {worst}", self._distances[worst].relative))
-        if far and self._choices:
-            _, path, what, relative = far[0]
-            text = f"{self._choices[0]} between {self._name} and fp32, and {what} differs by {share(relative)}"
+        path = next((p for p, off in outputs.items() if off > min(_AT_MOST, _OUTPUT * self._epsilon)), None)
+        if path is None:
+            return []
+        what, off = f"the output of {_shown(path)}", outputs[path]
+        if self._choices:
+            text = f"{self._choices[0]} between {self._name} and fp32, and {what} differs by {share(off)}"
             fix = "nothing if these choices may be free; else compute what decides them in fp32 with island()"
-            return [Deviation(CHOICES, "warning", path, relative, text, fix)]
-        end = f"from fp32's, more than roundings to {self._name} explain"
-        return [
-            Deviation(id, "warning", path, relative, f"{what} is {share(relative)} {end}", _keep_wide(path))
-            for id, path, what, relative in far
-        ]
+            return [Deviation(CHOICES, "warning", path, off, text, fix)]
+        text = f"{what} is {share(off)} from fp32's, more than roundings to {self._name} explain"
+        return [Deviation(OUTPUT, "warning", path, off, text, _keep_wide(path))]
 
     def _weights(self) -> list[str]:
         """Return the parameters whose gradients are compared: matrices; sums over all samples may cancel."""
-        known = {name for name, gradient in self._wide.gradients.items() if gradient is not None and gradient.ndim > 1}
-        return [name for name, d in self._distances.items() if name in known and d.reference > _COMPARED * self._top]
+        return [n for n, d in self._distances.items() if self._wide.is_matrix(n) and d.norm > _SMALL * self._top]
 
     def compiled(self, ran: _Ran | None) -> list[Deviation]:
         """Compare the compiled step with the eager one, in the same precision; None if it was not run."""
@@ -470,8 +478,7 @@ def _distances(reference: Mapping[str, Tensor | None], other: Mapping[str, Tenso
 def _numbers(reference: Tensor, other: Tensor | None) -> Tensor:
     other = torch.zeros_like(reference) if other is None else other.float()
     size = reference.norm().clamp(min=1e-38)
-    slope = (reference / size * ((other - reference) / size)).sum()
-    return torch.stack([reference.abs().amax(), other.abs().amax(), (other - reference).norm() / size, slope])
+    return torch.stack([reference.abs().amax(), other.abs().amax(), size, (other - reference).norm() / size])
 
 
 def _module_of(parameter: str) -> str:
