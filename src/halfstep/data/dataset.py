@@ -16,16 +16,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from halfstep.data.layout import Rule, held_out_by_place, place_of
+from halfstep.data.held_out import Numbers
+from halfstep.data.layout import FEW, Rule, held_out_by_place, place_of
 from halfstep.errors import BadData, HalfstepError
 from halfstep.errors import BadSample as BadSample
+
+if TYPE_CHECKING:
+    from halfstep.data.shards import Shards
 
 Sample = dict[str, Tensor]
 """Tensors by name: `image` and, depending on the task, `mask` or `label`."""
@@ -74,6 +78,21 @@ def names_files(source: Source) -> bool:
 def notices_changes(source: object) -> bool:
     """Return whether a source needs no record of its files, by which their changes would be noticed."""
     return bool(getattr(source, "notices_changes", False))
+
+
+class Seal(NamedTuple):
+    """The seal of a source that has an index."""
+
+    shards: Shards
+    """The indexed samples that the source reads."""
+    chosen: str
+    """Digits that stand for which of them, and in which order; empty for all."""
+
+
+def seal_of(source: Source) -> Seal | None:
+    """Return the seal of a source; None where it has no index."""
+    seal: Seal | None = getattr(source, "seal", None)
+    return seal
 
 
 def without_image(source: Source, index: int) -> Sample:
@@ -128,6 +147,11 @@ class WrappedSource:
         return files_of(self.source, self.index_in_source(index))
 
     @property
+    def seal(self) -> Seal | None:
+        """The seal of the underlying source."""
+        return seal_of(self.source)
+
+    @property
     def notices_changes(self) -> bool:
         """Whether the underlying source notices files that change under a run."""
         return notices_changes(self.source)
@@ -138,10 +162,18 @@ class Subset(WrappedSource):
 
     def __init__(self, source: Source, numbers: Sequence[int]) -> None:
         super().__init__(source)
-        self.numbers = list(numbers)
+        self.numbers: Sequence[int] = numbers if isinstance(numbers, Numbers) else list(numbers)
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    @property
+    def seal(self) -> Seal | None:
+        """The seal of the underlying source, and which of its samples these are."""
+        if (seal := seal_of(self.source)) is None:
+            return None
+        own = self.numbers.digest if isinstance(self.numbers, Numbers) else f"{derive(0, *self.numbers):016x}"
+        return seal._replace(chosen=f"{seal.chosen}/{own}")
 
     def index_in_source(self, index: int) -> int:
         """Return the number that a sample has in the underlying source."""
@@ -167,6 +199,11 @@ def split(source: Source, fraction: float, rule: Rule = held_out_by_place) -> tu
             allowed="at least 2 samples, and a fraction between 0 and 1",
             do="add samples, or give data.val a folder",
         )
+    # Both rules are the same for many samples, and an index has their positions.
+    divided: Callable[[float], tuple[Numbers, Numbers]] | None = getattr(source, "divided", None)
+    if divided is not None and len(source) >= FEW:
+        own, held_out = divided(fraction)
+        return Subset(source, own), Subset(source, held_out)
     places = [place_of(key_of(source, index)) for index in range(len(source))]
     chosen = rule(places, fraction)
     train, val = [i for i in range(len(places)) if i not in chosen], sorted(chosen)

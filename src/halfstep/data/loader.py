@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -41,6 +41,22 @@ GivenUp = Callable[[str, str], None]
 def _ignore(name: str, reason: str) -> None: ...
 
 
+class EpochCheck(Protocol):
+    """A check of some of the data in the background of an epoch."""
+
+    def begin(self, epoch: int) -> None:
+        """Begin to check what belongs to an epoch."""
+        ...
+
+    def look(self) -> None:
+        """Raise BadData where something was found."""
+        ...
+
+    def end(self) -> None:
+        """Stop."""
+        ...
+
+
 class TrainLoader:
     """The windows of an epoch. Workers live for one call of `windows`, so that they know the quarantined samples."""
 
@@ -63,6 +79,8 @@ class TrainLoader:
         self.while_waiting: Callable[[], None] = lambda: None
         """Called every second in which the workers have no batch; may raise."""
         self.given_up: GivenUp = _ignore
+        self.background: EpochCheck | None = None
+        """Verifies some of the data while an epoch is read."""
         self.share = RankShare(batch_size, microbatches, rank, size)
         self._collate, self.workers = SeededCollate(collate, samples.seed), workers
         self._to_device = ToDevice(torch.device(device), channels_last)
@@ -78,6 +96,19 @@ class TrainLoader:
         keys = ([(epoch, number) for number in batch] for batch in batches)
         reading = LoaderOptions(self.workers, self._to_device.pins, self.timeout, self.while_waiting, self.given_up)
         read = _read(self.samples, keys, self._collate, reading)
+        check = self.background
+        if check is None:
+            yield from self._windows_of(read)
+            return
+        check.begin(epoch)
+        try:
+            for window in self._windows_of(read):
+                check.look()
+                yield window
+        finally:
+            check.end()
+
+    def _windows_of(self, read: Iterator[Batch]) -> Iterator[list[Batch]]:
         while window := list(islice(read, self.share.microbatches)):
             yield [self._to_device(batch) for batch in window]
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 
 from halfstep import distributed
-from halfstep.data.dataset import Collate, Order, Samples, Source, ValSamples, names_files, notices_changes
+from halfstep.data.dataset import Collate, Order, Samples, Source, ValSamples, names_files, notices_changes, seal_of
 from halfstep.data.fingerprint import Fingerprint, fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
 from halfstep.data.recorded_files import RecordedFiles
+from halfstep.data.shard_check import BackgroundCheck
 from halfstep.errors import BadData, RanksDisagree
 from halfstep.train.machine import cores, cores_each
 from halfstep.train.setup import AnyRecipe
@@ -44,6 +45,9 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: i
     # Before anything is divided: a rank with other samples would leave the others waiting.
     _same_everywhere(source, distributed.fail_together(lambda: _at_once(lambda: _filled(task, "val"))))
     train, reason = _train_loader(source, task, recipe, device, workers)
+    if (seal := seal_of(source)) is not None:
+        seed = recipe.train.seed or 0
+        train.background = BackgroundCheck(seal.shards, seed, distributed.rank(), distributed.size())
     val = make_val_loader(task, recipe, device, train.workers)
     # Before the contents are read: what changes in between is noticed.
     recorded = distributed.fail_together(lambda: _at_once(lambda: _recorded(train.samples, val.samples)))
@@ -140,7 +144,7 @@ def _recorded(*both: Samples | ValSamples) -> list[RecordedFiles | None]:
 def _fingerprint(*sources: Source) -> Fingerprint:
     """Return the fingerprint, read by rank 0 for all: the ranks divide the same samples."""
     found = distributed.rank_zero_or_raise(lambda: _at_once(lambda: fingerprint(*sources).as_dict()))
-    return Fingerprint.from_dict(found)
+    return replace(Fingerprint.from_dict(found), sources=sources)
 
 
 def _workers(
