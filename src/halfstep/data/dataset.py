@@ -95,6 +95,13 @@ def seal_of(source: Source) -> Seal | None:
     return seal
 
 
+def number_in_index(source: Source, index: int) -> int:
+    """Return the number that a sample of a source with an index has in it."""
+    while isinstance(source, WrappedSource):
+        index, source = source.index_in_source(index), source.source
+    return index
+
+
 def without_image(source: Source, index: int) -> Sample:
     """Return a sample without its image, which is decoded only where the source has no other way."""
     rest: Callable[[int], Sample] | None = getattr(source, "without_image", None)
@@ -224,13 +231,24 @@ def derive(seed: int, *parts: int | str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+class EpochOrder(Protocol):
+    """The numbers of an epoch by position, such as a tensor of them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: Tensor) -> Tensor: ...
+
+
 class Order:
     """The order of `size` samples in each epoch."""
+
+    has_lanes = False
+    """Whether a rank reads the fewest files with neighboring slots of a step in all of its micro-batches."""
 
     def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
         self.size, self.seed, self.shuffle = size, seed, shuffle
 
-    def numbers(self, epoch: int) -> Tensor:
+    def numbers(self, epoch: int) -> EpochOrder:
         """Return each number from 0 to size - 1 once."""
         if not self.shuffle:
             return torch.arange(self.size)
@@ -248,6 +266,8 @@ class RankShare:
     microbatches: int = 1
     rank: int = 0
     size: int = 1
+    neighboring: bool = False
+    """Whether the slots of all micro-batches of a rank are neighbors; otherwise those of all ranks are."""
 
     @property
     def window(self) -> int:
@@ -262,12 +282,12 @@ class RankShare:
         """Return how many samples an epoch repeats from its beginning to fill the last window."""
         return self.steps_per_epoch(samples) * self.window - samples
 
-    def batches(self, numbers: Tensor, first: int = 0) -> Iterator[list[int]]:
+    def batches(self, numbers: EpochOrder, first: int = 0) -> Iterator[list[int]]:
         """Yield this rank's micro-batches from step `first` to the end of the epoch."""
-        per_microbatch = self.batch_size * self.size
         for step in range(first, self.steps_per_epoch(len(numbers))):
             for micro in range(self.microbatches):
-                start = step * self.window + micro * per_microbatch + self.rank * self.batch_size
+                before = self.rank * self.microbatches + micro if self.neighboring else micro * self.size + self.rank
+                start = step * self.window + before * self.batch_size
                 places = torch.arange(start, start + self.batch_size) % len(numbers)
                 yield numbers[places].tolist()
 

@@ -25,6 +25,7 @@ from halfstep.data.dataset import (
     is_finite,
     seeded,
 )
+from halfstep.data.order import EpochWindows
 from halfstep.data.to_device import moved
 from halfstep.data.worker_processes import POLL, Deadline, SentKeys, TooSlow, Worker, from_workers
 from halfstep.errors import ENDED_FROM_OUTSIDE, BadData, HalfstepError, WorkerLost
@@ -81,7 +82,9 @@ class TrainLoader:
         self.given_up: GivenUp = _ignore
         self.background: EpochCheck | None = None
         """Verifies some of the data while an epoch is read."""
-        self.share = RankShare(batch_size, microbatches, rank, size)
+        self.announce: Callable[[list[tuple[int, int]]], None] = lambda chunks: None
+        """Called with the chunks that are read from some step on, each its first sample and one past its last."""
+        self.share = RankShare(batch_size, microbatches, rank, size, order.has_lanes)
         self._collate, self.workers = SeededCollate(collate, samples.seed), workers
         self._to_device = ToDevice(torch.device(device), channels_last)
 
@@ -92,8 +95,7 @@ class TrainLoader:
 
     def windows(self, epoch: int, first: int = 0) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step, from step `first` to the end of the epoch."""
-        batches = self.share.batches(self.order.numbers(epoch), first)
-        keys = ([(epoch, number) for number in batch] for batch in batches)
+        keys = self._keys(epoch, first)
         reading = LoaderOptions(self.workers, self._to_device.pins, self.timeout, self.while_waiting, self.given_up)
         read = _read(self.samples, keys, self._collate, reading)
         check = self.background
@@ -107,6 +109,14 @@ class TrainLoader:
                 yield window
         finally:
             check.end()
+
+    def _keys(self, epoch: int, first: int) -> Iterator[list[Key]]:
+        numbers = self.order.numbers(epoch)
+        openings = numbers.openings(self.share, first) if isinstance(numbers, EpochWindows) else None
+        for count, batch in enumerate(self.share.batches(numbers, first)):
+            if openings is not None and count % self.share.microbatches == 0:
+                self.announce(next(openings))
+            yield [(epoch, number) for number in batch]
 
     def _windows_of(self, read: Iterator[Batch]) -> Iterator[list[Batch]]:
         while window := list(islice(read, self.share.microbatches)):

@@ -19,8 +19,8 @@ from torch import Tensor
 from halfstep.data.dataset import BadSample, Files, Sample
 from halfstep.data.file_state import FileState, RecordedFile, block_starts, change_since, content_digest
 from halfstep.data.image_files import existing, files
+from halfstep.data.shard_bytes import read_parts
 from halfstep.data.shard_scan import not_a_shard, shown
-from halfstep.data.shards import read_parts
 from halfstep.data.tar_members import DamagedTar, opened_tar
 from halfstep.data.video import MOST_CLIP_PIXELS, in_order
 from halfstep.errors import BadData

@@ -15,6 +15,8 @@ import struct
 import tempfile
 import threading
 import time
+from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -123,9 +125,14 @@ class ShardIndex:
         self.seal = seal.hex()
         self.table = np.frombuffer(content, _TABLE, shards)
         self.names = [os.fsdecode(name) for name in content[shards * _TABLE.itemsize :].split(b"\0")]
-        self.ends = np.cumsum(self.table["rows"], dtype=np.int64)
-        self._pages = np.cumsum([0, *(-(-self.table["rows"].astype(np.int64) // PAGE))])
-        self._is_verified = bytearray(int(self._pages[-1]))
+        rows = self.table["rows"].astype(np.int64)
+        # Arrays of Python's: a number of NumPy's takes ten times as long to get at.
+        self.ends = array("q", np.cumsum(rows).tobytes())
+        """One past the last sample of each shard."""
+        self._rows, self._kinds = array("q", rows.tobytes()), array("q", self.table["kinds"].astype(np.int64).tobytes())
+        self._at = array("q", self.table["at"].astype(np.int64).tobytes())
+        self._pages = array("q", np.cumsum([0, *-(-rows // PAGE)]).tobytes())
+        self._is_verified = bytearray(self._pages[-1])
         self._check_table(at, samples)
 
     def _footer(self) -> tuple[Any, ...]:
@@ -145,7 +152,7 @@ class ShardIndex:
             raise NoIndex("its table is impossible")
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
+        return self.ends[-1] if self.ends else 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_open, (self.path,)) if self.path is not None else (_from_bytes, (self._map[:],))
@@ -154,18 +161,19 @@ class ShardIndex:
         """Return the shard of a sample, and its number in the shard."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        shard = int(self.ends.searchsorted(index, "right"))
+        shard = bisect_right(self.ends, index)
         return shard, index - self.first(shard)
 
     def first(self, shard: int) -> int:
         """Return the number of the first sample of a shard."""
-        return int(self.ends[shard - 1]) if shard else 0
+        return self.ends[shard - 1] if shard else 0
 
     def row(self, index: int) -> SampleRow:
         """Return the row of a sample; raise BadData where its page is damaged."""
         shard, number = self.find(index)
-        self._verify(shard, number // PAGE)
-        rows, kinds, at, _, _, _ = self.table[shard].item()
+        if not self._is_verified[self._pages[shard] + number // PAGE]:
+            self._verify(shard, number // PAGE)
+        rows, kinds, at = self._rows[shard], self._kinds[shard], self._at[shard]
         one = [
             _CODES[kind].unpack_from(self._map, at + rows * before + number * width)[0]
             for kind, width, before in _columns(kinds)
@@ -221,12 +229,12 @@ class ShardIndex:
         return bytes(self.table["digest"][shard]).hex()
 
     def _verify(self, shard: int, page: int) -> None:
-        first = int(self._pages[shard])
+        first = self._pages[shard]
         if self._is_verified[first + page]:
             return
         rows, kinds, at, _, _, digest = self.table[shard].item()
         end = at + rows * _width(kinds)
-        pages = self._map[end : end + (int(self._pages[shard + 1]) - first) * _SEAL]
+        pages = self._map[end : end + (self._pages[shard + 1] - first) * _SEAL]
         found = _page_digest(memoryview(self._map)[at:end], rows, kinds, page)
         if _seal(pages) != digest or found != pages[page * _SEAL : (page + 1) * _SEAL]:
             first_row, last_row = page * PAGE, min(rows, (page + 1) * PAGE) - 1

@@ -67,6 +67,10 @@ def not_a_shard(shard: Path, reason: str, allowed: str = LAYOUT) -> BadData:
 def scan_shard(shard: Path, is_stopped: Callable[[], bool] = lambda: False) -> ShardRows:
     """Read a shard once; raise BadData, with its name, where it is no tar or a sample cannot be used."""
     try:
+        if shard.suffix == ".parquet":
+            from halfstep.data.parquet import scan_parquet  # here, because it builds on the rows of this module
+
+            return scan_parquet(shard)
         with opened_tar(shard) as tar:
             return _scanned(tar, shard, is_stopped)
     except DamagedTar as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from itertools import product
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from halfstep.data.held_out import Numbers, divided
 from halfstep.data.image_files import MOST_BYTES, existing, files
 from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
 from halfstep.data.layout import place_of
+from halfstep.data.parquet import SUFFIX as PARQUET
+from halfstep.data.shard_bytes import Part, joined, read_parts
 from halfstep.data.shard_index import (
     SOME_LABELS,
     SOME_MASKS,
@@ -32,49 +34,33 @@ from halfstep.data.shard_index import (
     existing_index,
 )
 from halfstep.data.shard_scan import LONGEST_LABEL, MASK_PERSON, NONE, key_at, label_in
-from halfstep.data.tar_members import FEW, DamagedTar, opened_tar
+from halfstep.data.tar_members import FEW, DamagedTar, digest_of, opened_tar
 from halfstep.errors import BadData
+from halfstep.host_memory import free_memory
 
 T = TypeVar("T")
+Verify = Literal["all", "sampled", "off"]
+SAMPLED: Verify = "sampled"
+_VERIFY_EVERY = {"all": 1, "sampled": 64, "off": 0}
+OTHER_BYTES = "its bytes are not those that were indexed: the shard was damaged, or written again"
 MOST_SHARDS = 100_000
+CHUNK_BYTES, FEWEST_IN_CHUNK = 8 * 2**20, 16
+"""The bytes of a chunk, and the samples that it has at least."""
+SPLITS = {"train", "validation", "test"}
+"""How Hugging Face names the files of a split: `train-00000-of-00005.parquet`."""
 LONG_SCAN = 2**30
 """Bytes of shards above which the progress of a scan is displayed."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_NEAR = 4096
-"""Bytes between the parts of a sample, such as tar headers, that are read along with them."""
 _BITS = 2**64 - 1
 """Times before 1970 are negative, and some file systems number files beyond 63 bits."""
 
 
-def read_parts(
-    path: Path, parts: Sequence[tuple[int, int]], name: Callable[[], str], check: Callable[[FileState], None]
-) -> list[bytes]:
-    """Read parts of a shard by offset and size, after a `check` of its state.
+class Content(NamedTuple):
+    """The bytes of a sample; None for a part that it does not have, or that is not used."""
 
-    Raise BadSample, with the name that `name` gives, where they cannot be read.
-    """
-    try:
-        # Opened each time: a handle shared by processes would share its position.
-        with open(path, "rb", buffering=0) as file:
-            check(FileState.of(os.fstat(file.fileno())))
-            return _read_parts(file.fileno(), parts)
-    except OSError as error:
-        raise BadSample(name(), error.strerror or type(error).__name__) from error
-    except EOFError:
-        raise BadSample(name(), "the shard ends before the sample does") from None
-
-
-def _read_parts(handle: int, parts: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Read parts of a file, in one go where they lie side by side; raise EOFError where it ends before."""
-    first, end = min(start for start, _ in parts), max(start + size for start, size in parts)
-    if end - first <= sum(size for _, size in parts) + _NEAR:
-        content = os.pread(handle, end - first, first)
-        found = [content[start - first : start - first + size] for start, size in parts]
-    else:
-        found = [os.pread(handle, size, start) for start, size in parts]
-    if any(len(part) < size for part, (_, size) in zip(found, parts, strict=True)):
-        raise EOFError
-    return found
+    image: bytes | None
+    label: bytes | None
+    mask: bytes | None
 
 
 class Shards:
@@ -85,6 +71,7 @@ class Shards:
     """
 
     notices_changes = True
+    usual_window: Literal["all", "auto"] = "all"
 
     def __init__(
         self,
@@ -94,10 +81,12 @@ class Shards:
         ignore_index: int | None = None,
         palette: Palette | None = None,
         parts: Collection[str] = ("label", "mask"),
+        verify: Verify = SAMPLED,
     ) -> None:
         self.channels, self.mask_classes, self.parts = channels, MaskClasses(classes, ignore_index, palette), parts
+        self._verify_every = _VERIFY_EVERY[verify]
         shards = shards_at(root)
-        self.root = shards.root
+        self.root, self._start_of_paths = shards.root, f"{shards.root}{os.sep}"
         self._states = np.array([[value & _BITS for value in state] for state in shards.states], np.uint64)
         self.index = existing_index(root, shards) or _built(shards)
         self._kinds = self._checked_kinds()
@@ -108,39 +97,60 @@ class Shards:
 
     def read(self, index: int) -> Sample:
         """Read a sample; raise BadSample where it cannot be read, BadData where its mask does not fit."""
-        row = self.index.row(index)
-        image, rest = self._read(index, row, (row.image, row.image_size))
-        found = self._named(index, lambda name: read_image(image, self.channels, name))
+        content, rest = self._read(index, with_image=True)
+        found = self._named(index, lambda name: read_image(content.image or b"", self.channels, name))
         if "mask" in rest:
             self._named(index, lambda name: same_size(found.shape[-2:], rest["mask"].shape, name))
         return {"image": found, **rest}
 
     def without_image(self, index: int) -> Sample:
         """Return the label or mask."""
-        return self._read(index, self.index.row(index))[1]
+        return self._read(index, with_image=False)[1]
 
-    def _read(self, index: int, row: SampleRow, image: tuple[int, int] | None = None) -> tuple[bytes, Sample]:
-        """Read the bytes of the image, if it is asked for, and the label or mask, from the shard at once."""
+    def _read(self, index: int, with_image: bool) -> tuple[Content, Sample]:
+        content, rest = self.content(index, with_image), Sample()
+        if content.label is not None:
+            rest["label"] = torch.tensor(self._checked_label(content.label, index))
+        if (mask := content.mask) is not None:
+            rest["mask"] = self._named(index, lambda name: mask_of(mask, self.mask_classes, name))
+        return content, rest
+
+    def content(self, index: int, with_image: bool = True) -> Content:
+        """Return the bytes of a sample; raise BadSample where they cannot be read, or are not those of the index."""
+        row, doubts = self.index.row(index), list[str]()
+        sizes = [row.image_size] * with_image + [row.mask_size] * self._kinds[1]
+        if sizes and max(sizes) > MOST_BYTES:
+            raise BadSample(self.name(index), f"{max(sizes):,} bytes, more than {MOST_BYTES:,}")
+        content = self._content(index, row, with_image, doubts)
+        if (doubts or (with_image and self._is_verified(row))) and self._digest(index, row, content) != row.digest:
+            raise BadSample(self.name(index), doubts[0] if doubts else OTHER_BYTES)
+        return content
+
+    def _content(self, index: int, row: SampleRow, with_image: bool, doubts: list[str]) -> Content:
+        """Read the parts of a sample from its shard at once."""
         has_label, has_mask = self._kinds
-        parts = [image] if image else []
         # The label is in the index, too; that of the shard counts, whatever was done to the index.
+        parts = [(row.image, row.image_size)] * with_image
         parts += [(row.label_at, LONGEST_LABEL + 1)] * has_label + [(row.mask, row.mask_size)] * has_mask
         if not parts:
-            return b"", {}
-        if (size := max(size for _, size in parts)) > MOST_BYTES:
-            raise BadSample(self.name(index), f"{size:,} bytes, more than {MOST_BYTES:,}")
-        path, doubts = self.path(row.shard), list[str]()
-        content = read_parts(path, parts, lambda: self.name(index), lambda now: self._check(index, row, now, doubts))
-        if doubts and self.digest(row) != row.digest:
-            raise BadSample(self.name(index), doubts[0])
-        picture = content.pop(0) if image else b""
-        rest: Sample = {}
-        if has_label:
-            rest["label"] = torch.tensor(self._checked_label(content.pop(0), index, row))
-        if has_mask:
-            mask = content.pop(0)
-            rest["mask"] = self._named(index, lambda name: mask_of(mask, self.mask_classes, name))
-        return picture, rest
+            return Content(None, None, None)
+        path = self._start_of_paths + self.index.names[row.shard]  # joining a Path takes longer than reading
+        found = read_parts(path, parts, lambda: self.name(index), lambda now: self._check(index, row, now, doubts))
+        mask = found.pop() if has_mask else None
+        label = found.pop() if has_label else None
+        return Content(found.pop() if with_image else None, label, mask)
+
+    def _is_verified(self, row: SampleRow) -> bool:
+        """Return whether the bytes of a sample are compared with its digest: by seed, epoch and sample in a run."""
+        every = self._verify_every
+        # The generator was seeded for this sample of this epoch, and is not drawn from.
+        return every == 1 or (every > 1 and (torch.initial_seed() ^ row.digest) % every == 0)
+
+    def _digest(self, index: int, row: SampleRow, content: Content) -> int:
+        image, _, mask = content
+        if image is None or (mask is None and row.mask >= 0):
+            return self.digest(index, row)
+        return digest_of(image) ^ (0 if mask is None else digest_of(mask, MASK_PERSON))
 
     def _check(self, index: int, row: SampleRow, now: FileState, doubts: list[str]) -> None:
         """Raise BadSample where the shard has another size; note where it may be another file."""
@@ -156,7 +166,7 @@ class Shards:
         """Return whether a shard has the state that it had when the source was opened."""
         return bool(self._states[shard].tolist() == [value & _BITS for value in now])
 
-    def digest(self, row: SampleRow) -> int:
+    def digest(self, index: int, row: SampleRow) -> int:
         """Return the digest of a sample as its shard has it now; -1 where it cannot be read."""
         try:
             with opened_tar(self.path(row.shard), FEW) as tar:
@@ -171,6 +181,38 @@ class Shards:
             return work("")
         except (BadSample, BadData):
             return work(self.name(index))
+
+    @property
+    def chunk(self) -> int:
+        """The samples of a chunk, for orders that read chunks."""
+        return max(FEWEST_IN_CHUNK, CHUNK_BYTES // self.bytes_per_sample)
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """The bytes of the shards for each sample."""
+        return max(1, int(self.index.table["bytes"].sum()) // len(self.index))
+
+    def most_open(self, nodes: int, ranks: int) -> int:
+        """Return the bytes of chunks that may be open at once: a quarter of the memory of all nodes."""
+        # While a window is read, the next one is announced.
+        return (free_memory() or 0) // 4 // 2 * nodes
+
+    def bytes_of(self, index: int) -> int:
+        """Return the bytes of a sample: its image, and its mask or label where these are used."""
+        row = self.index.row(index)
+        return row.image_size + self._kinds[1] * max(row.mask_size, 0) + self._kinds[0] * (LONGEST_LABEL + 1)
+
+    def parts_of(self, samples: Iterable[int]) -> dict[Path, list[Part]]:
+        """Return what is read for these samples: parts of each shard, those that lie side by side as one."""
+        found: dict[int, list[Part]] = {}
+        for row in map(self.index.row, samples):
+            parts = found.setdefault(row.shard, [])
+            parts.append((row.image, row.image_size))
+            if self._kinds[0]:
+                parts.append((row.label_at, LONGEST_LABEL + 1))
+            if self._kinds[1]:
+                parts.append((row.mask, row.mask_size))
+        return {self.path(shard): joined(parts) for shard, parts in found.items()}
 
     def path(self, shard: int) -> Path:
         """Return the path of a shard."""
@@ -251,8 +293,9 @@ class Shards:
                     return names
         return [str(number) for number in range(most + 1)]
 
-    def _checked_label(self, content: bytes, index: int, row: SampleRow) -> int:
+    def _checked_label(self, content: bytes, index: int) -> int:
         """Return the label that the shard holds; raise BadData where its index has another."""
+        row = self.index.row(index)
         content = content.split(b"\0", 1)[0]
         try:
             label = label_in(content, "")
@@ -311,7 +354,7 @@ def shard_paths(root: str | Path) -> list[Path]:
         paths = [given]
     else:
         folder = existing(given, "the folder of shards")
-        paths = [folder / name for name in files(folder, (".tar",))]
+        paths = [folder / name for name in files(folder, (".tar",))] or _parquet_files(folder)
         packed = [] if paths else files(folder, (".tar.gz", ".tgz"))
         if packed:
             raise BadData(
@@ -322,11 +365,24 @@ def shard_paths(root: str | Path) -> list[Path]:
     missing = [path for path in paths if not path.is_file()]
     if missing or not paths:
         raise BadData(
-            f"{missing[0]} is not there" if missing else f"{root} holds no .tar file",
-            allowed="a folder of .tar files, one of them, or a pattern such as train-{000..003}.tar",
+            f"{missing[0]} is not there" if missing else f"{root} holds no .tar or {PARQUET} file",
+            allowed="a folder of .tar or .parquet files, one of them, or a pattern such as train-{000..003}.tar",
             do="check data.path",
         )
     return paths
+
+
+def _parquet_files(folder: Path) -> list[Path]:
+    """Return the Parquet files of a folder; raise BadData where they are those of several splits."""
+    names = files(folder, (PARQUET,))
+    splits = sorted({name.partition("-")[0] for name in names} & SPLITS)
+    if len(splits) > 1:
+        raise BadData(
+            f"{folder} holds Parquet files of several splits: {', '.join(splits)}",
+            allowed="a folder for each split",
+            do=" && ".join(f"mkdir {folder / one} && mv {folder}/{one}-*{PARQUET} {folder / one}" for one in splits),
+        )
+    return [folder / name for name in names]
 
 
 def _count(ranges: list[tuple[str, str]]) -> float:

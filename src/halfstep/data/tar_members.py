@@ -125,13 +125,12 @@ class TarReader:
 
     def digest(self, at: int, size: int, person: bytes = b"") -> int:
         """Return 64 bits of the BLAKE2b of the content at an offset."""
-        found = blake2b(digest_size=8, person=person)
         place = at - self._base
         if place >= 0 and place + size <= len(self._buffer):
-            found.update(memoryview(self._buffer)[place : place + size])
-        else:
-            for start in range(at, at + size, self._at_once):
-                found.update(self.read(start, min(self._at_once, at + size - start)))
+            return digest_of(memoryview(self._buffer)[place : place + size], person)
+        found = blake2b(digest_size=8, person=person)
+        for start in range(at, at + size, self._at_once):
+            found.update(self.read(start, min(self._at_once, at + size - start)))
         return int.from_bytes(found.digest(), "little")
 
     def _fill(self, at: int) -> None:
@@ -152,6 +151,11 @@ class TarReader:
         for place, field, one, other in zip(places, given, sums, signed, strict=True):
             if _number(field.tobytes(), at := self._base + int(place)) not in (one, other):
                 raise DamagedTar(f"a damaged header at byte {at:,}")
+
+
+def digest_of(content: bytes | memoryview, person: bytes = b"") -> int:
+    """Return 64 bits of the BLAKE2b of some bytes."""
+    return int.from_bytes(blake2b(content, digest_size=8, person=person).digest(), "little")
 
 
 def _name_in(buffer: bytes, place: int) -> bytes:

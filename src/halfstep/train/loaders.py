@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from halfstep import distributed
-from halfstep.data.dataset import Collate, Order, Samples, Source, ValSamples, names_files, notices_changes, seal_of
+from halfstep.data.choose_order import choose_order, order_notes
+from halfstep.data.dataset import (
+    Collate,
+    Order,
+    Samples,
+    Source,
+    ValSamples,
+    names_files,
+    notices_changes,
+    number_in_index,
+    seal_of,
+)
 from halfstep.data.fingerprint import Fingerprint, fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
+from halfstep.data.order import SavedOrder
 from halfstep.data.recorded_files import RecordedFiles
+from halfstep.data.shard_bytes import Announcer, Part
 from halfstep.data.shard_check import BackgroundCheck
+from halfstep.data.shards import Shards
 from halfstep.errors import BadData, RanksDisagree
+from halfstep.launch_variables import launched_rank
 from halfstep.train.machine import cores, cores_each
 from halfstep.train.setup import AnyRecipe
 from halfstep.train.signals import stop_at_once
@@ -32,11 +48,14 @@ class Loaders:
     val: ValLoader
     workers: int
     data_fingerprint: Fingerprint
+    order: SavedOrder
     notes: list[str] = field(default_factory=list)
 
 
-def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None = None) -> Loaders:
-    """Return the loaders of this rank; `workers` is what `auto` resolved to when the run began.
+def make_loaders(
+    task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None = None, order: SavedOrder | None = None
+) -> Loaders:
+    """Return the loaders of this rank; `workers` and `order` are what was chosen when the run began.
 
     Raises BadData for an empty split, and RanksDisagree where ranks see different data.
     """
@@ -44,10 +63,12 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: i
     source = distributed.fail_together(lambda: _at_once(lambda: _filled(task, "train")))
     # Before anything is divided: a rank with other samples would leave the others waiting.
     _same_everywhere(source, distributed.fail_together(lambda: _at_once(lambda: _filled(task, "val"))))
-    train, reason = _train_loader(source, task, recipe, device, workers)
+    chosen = order or _chosen_order(source, recipe)
+    train, reason = _train_loader(source, task, recipe, device, workers, chosen)
     if (seal := seal_of(source)) is not None:
         seed = recipe.train.seed or 0
         train.background = BackgroundCheck(seal.shards, seed, distributed.rank(), distributed.size())
+        train.announce = Announcer(functools.partial(_parts_of, source, seal.shards))
     val = make_val_loader(task, recipe, device, train.workers)
     # Before the contents are read: what changes in between is noticed.
     recorded = distributed.fail_together(lambda: _at_once(lambda: _recorded(train.samples, val.samples)))
@@ -55,21 +76,35 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: i
     for files, part in zip(recorded, data_fingerprint.parts, strict=True):
         if files is not None:
             files.take_contents(part)
-    return Loaders(train, val, train.workers, data_fingerprint, [reason] if reason else [])
+    notes = [*([reason] if reason else []), *order_notes(chosen, source, train.share.window)]
+    return Loaders(train, val, train.workers, data_fingerprint, chosen, notes)
 
 
 def make_train_loader(task: Task, recipe: AnyRecipe, device: torch.device) -> TrainLoader:
     """Return a training loader for use without a run; the data is not fingerprinted."""
-    return _train_loader(_filled(task, "train"), task, recipe, device, None)[0]
+    source = _filled(task, "train")
+    return _train_loader(source, task, recipe, device, None, _chosen_order(source, recipe))[0]
+
+
+def _chosen_order(source: Source, recipe: AnyRecipe) -> SavedOrder:
+    """Return the order of a new run; rank 0 chooses it, since it may depend on the memory."""
+    batch = recipe.train.batch_size * recipe.train.microbatches * distributed.size()
+    nodes = max(1, distributed.size() // (launched_rank().local_world_size or 1))
+    given = (source, recipe.data.window, batch, nodes, distributed.size())
+    return SavedOrder(**distributed.rank_zero_or_raise(lambda: asdict(choose_order(*given))))
+
+
+def _parts_of(source: Source, shards: Shards, chunk: tuple[int, int]) -> dict[Path, list[Part]]:
+    return shards.parts_of(number_in_index(source, number) for number in range(*chunk))
 
 
 def _train_loader(
-    source: Source, task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None
+    source: Source, task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None, saved: SavedOrder
 ) -> tuple[TrainLoader, str]:
     """Return the loader, and why it has its number of workers."""
     train, seed = recipe.train, recipe.train.seed or 0
     samples = Samples(source, functools.partial(task.transform, "train"), seed)
-    order = Order(len(source), seed)
+    order = saved.of(len(source), seed, train.batch_size * train.microbatches * distributed.size())
     collate = functools.partial(task.collate, "train")
     workers, reason = _workers(samples, order, collate, recipe, device, workers)
     loader = TrainLoader(

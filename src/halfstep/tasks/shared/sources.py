@@ -12,7 +12,7 @@ from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, Image
 from halfstep.data.image_files import existing, files, folders, image_files
 from halfstep.data.layout import HELD_OUT, data_place
 from halfstep.data.movi import MoviShards
-from halfstep.data.shards import Shards
+from halfstep.data.parquet_shards import open_shards
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps, SpriteStamps, Stamps
 from halfstep.data.synthetic.radio_maps import RadioMaps
 from halfstep.data.synthetic.shapes import ShapeLabels, ShapeMasks, ShapePictures
@@ -107,7 +107,9 @@ def masked(data: Any) -> dict[Split, Source]:
 
     if data.name == "shapes":
         return shared(drawn_masks(data), data)
-    make: Make = pairs if data.name == "pairs" else lambda root: Shards(root, data.channels, **meaning)
+    make: Make = (
+        pairs if data.name == "pairs" else lambda root: open_shards(root, data.channels, **meaning, verify=data.verify)
+    )
     return _complete(both(data, make), "mask")
 
 
@@ -138,7 +140,7 @@ def labelled(data: Any, known: Sequence[str] = ()) -> tuple[dict[Split, Source],
         return found
 
     def shards(root: Path) -> Source:
-        found = Shards(root, data.channels, parts=("label",))
+        found = open_shards(root, data.channels, parts=("label",), verify=data.verify)
         # Both splits use the same class numbers (classes.txt, or the numbers themselves); the longer list has all
         # names.
         names.extend(found.classes[len(names) :])
@@ -195,7 +197,7 @@ def _possible(data: Any, condition: str) -> None:
 def _images(root: Path, data: Any, condition: str) -> Source:
     """Return the images below a folder, without other parts of a sample that are not needed."""
     if data.name == "shards":
-        return Shards(root, data.channels, parts=())
+        return open_shards(root, data.channels, parts=(), verify=data.verify)
     if data.name == "folder":
         return Images(root, data.channels)
     if condition != "image":
