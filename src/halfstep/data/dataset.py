@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from halfstep.data.held_out import Numbers
 from halfstep.data.layout import FEW, Rule, held_out_by_place, place_of
 from halfstep.errors import BadData, HalfstepError
 from halfstep.errors import BadSample as BadSample
@@ -169,7 +168,8 @@ class Subset(WrappedSource):
 
     def __init__(self, source: Source, numbers: Sequence[int]) -> None:
         super().__init__(source)
-        self.numbers: Sequence[int] = numbers if isinstance(numbers, Numbers) else list(numbers)
+        # The share of an index is no list, and has a digest.
+        self.numbers = numbers if hasattr(type(numbers), "digest") else list(numbers)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -179,7 +179,7 @@ class Subset(WrappedSource):
         """The seal of the underlying source, and which of its samples these are."""
         if (seal := seal_of(self.source)) is None:
             return None
-        own = self.numbers.digest if isinstance(self.numbers, Numbers) else f"{derive(0, *self.numbers):016x}"
+        own = getattr(self.numbers, "digest", None) or f"{derive(0, *self.numbers):016x}"
         return seal._replace(chosen=f"{seal.chosen}/{own}")
 
     def index_in_source(self, index: int) -> int:
@@ -207,7 +207,7 @@ def split(source: Source, fraction: float, rule: Rule = held_out_by_place) -> tu
             do="add samples, or give data.val a folder",
         )
     # Both rules are the same for many samples, and an index has their positions.
-    divided: Callable[[float], tuple[Numbers, Numbers]] | None = getattr(source, "divided", None)
+    divided: Callable[[float], tuple[Sequence[int], Sequence[int]]] | None = getattr(source, "divided", None)
     if divided is not None and len(source) >= FEW:
         own, held_out = divided(fraction)
         return Subset(source, own), Subset(source, held_out)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader
@@ -25,7 +25,6 @@ from halfstep.data.dataset import (
     is_finite,
     seeded,
 )
-from halfstep.data.order import EpochWindows
 from halfstep.data.to_device import moved
 from halfstep.data.worker_processes import POLL, Deadline, SentKeys, TooSlow, Worker, from_workers
 from halfstep.errors import ENDED_FROM_OUTSIDE, BadData, HalfstepError, WorkerLost
@@ -55,6 +54,15 @@ class EpochCheck(Protocol):
 
     def end(self) -> None:
         """Stop."""
+        ...
+
+
+@runtime_checkable
+class ReadsChunks(Protocol):
+    """The order of an epoch that reads chunks of neighboring samples."""
+
+    def openings(self, share: RankShare, first: int) -> Iterator[list[tuple[int, int]]]:
+        """Yield, for each step from `first` on, the chunks to be read from then on."""
         ...
 
 
@@ -112,7 +120,7 @@ class TrainLoader:
 
     def _keys(self, epoch: int, first: int) -> Iterator[list[Key]]:
         numbers = self.order.numbers(epoch)
-        openings = numbers.openings(self.share, first) if isinstance(numbers, EpochWindows) else None
+        openings = numbers.openings(self.share, first) if isinstance(numbers, ReadsChunks) else None
         for count, batch in enumerate(self.share.batches(numbers, first)):
             if openings is not None and count % self.share.microbatches == 0:
                 self.announce(next(openings))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from halfstep import distributed
-from halfstep.data.choose_order import choose_order, order_notes
 from halfstep.data.dataset import (
     Collate,
     Order,
@@ -25,11 +23,8 @@ from halfstep.data.dataset import (
 )
 from halfstep.data.fingerprint import Fingerprint, fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
-from halfstep.data.order import SavedOrder
+from halfstep.data.order import RANDPERM, SavedOrder
 from halfstep.data.recorded_files import RecordedFiles
-from halfstep.data.shard_bytes import Announcer, Part
-from halfstep.data.shard_check import BackgroundCheck
-from halfstep.data.shards import Shards
 from halfstep.errors import BadData, RanksDisagree
 from halfstep.launch_variables import launched_rank
 from halfstep.train.machine import cores, cores_each
@@ -65,10 +60,7 @@ def make_loaders(
     _same_everywhere(source, distributed.fail_together(lambda: _at_once(lambda: _filled(task, "val"))))
     chosen = order or _chosen_order(source, recipe)
     train, reason = _train_loader(source, task, recipe, device, workers, chosen)
-    if (seal := seal_of(source)) is not None:
-        seed = recipe.train.seed or 0
-        train.background = BackgroundCheck(seal.shards, seed, distributed.rank(), distributed.size())
-        train.announce = Announcer(functools.partial(_parts_of, source, seal.shards))
+    notes = [*([reason] if reason else []), *_watch_shards(train, source, recipe, chosen)]
     val = make_val_loader(task, recipe, device, train.workers)
     # Before the contents are read: what changes in between is noticed.
     recorded = distributed.fail_together(lambda: _at_once(lambda: _recorded(train.samples, val.samples)))
@@ -76,7 +68,6 @@ def make_loaders(
     for files, part in zip(recorded, data_fingerprint.parts, strict=True):
         if files is not None:
             files.take_contents(part)
-    notes = [*([reason] if reason else []), *order_notes(chosen, source, train.share.window)]
     return Loaders(train, val, train.workers, data_fingerprint, chosen, notes)
 
 
@@ -88,14 +79,28 @@ def make_train_loader(task: Task, recipe: AnyRecipe, device: torch.device) -> Tr
 
 def _chosen_order(source: Source, recipe: AnyRecipe) -> SavedOrder:
     """Return the order of a new run; rank 0 chooses it, since it may depend on the memory."""
+    if seal_of(source) is None and recipe.data.window in (None, "all"):
+        return RANDPERM
+    from halfstep.data.choose_order import choose_order  # here, because folders need no index
+
     batch = recipe.train.batch_size * recipe.train.microbatches * distributed.size()
     nodes = max(1, distributed.size() // (launched_rank().local_world_size or 1))
     given = (source, recipe.data.window, batch, nodes, distributed.size())
     return SavedOrder(**distributed.rank_zero_or_raise(lambda: asdict(choose_order(*given))))
 
 
-def _parts_of(source: Source, shards: Shards, chunk: tuple[int, int]) -> dict[Path, list[Part]]:
-    return shards.parts_of(number_in_index(source, number) for number in range(*chunk))
+def _watch_shards(train: TrainLoader, source: Source, recipe: AnyRecipe, order: SavedOrder) -> list[str]:
+    """Let shards be verified in the background, and their chunks be announced; return a note on their order."""
+    if (seal := seal_of(source)) is None:
+        return []
+    from halfstep.data.choose_order import order_notes  # here, because folders need no index
+    from halfstep.data.shard_bytes import Announcer
+    from halfstep.data.shard_check import BackgroundCheck
+
+    shards = seal.shards
+    train.background = BackgroundCheck(shards, recipe.train.seed or 0, distributed.rank(), distributed.size())
+    train.announce = Announcer(lambda chunk: shards.parts_of(number_in_index(source, n) for n in range(*chunk)))
+    return order_notes(order, source, train.share.window)
 
 
 def _train_loader(
