@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import random
 import tarfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 from PIL import Image
 
 from faults import rig
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
-from halfstep.data import shards
+from halfstep.data import shard_index
 from halfstep.data.dataset import BadSample
 from halfstep.data.file_state import FileState
-from halfstep.data.shards import Shards
+from halfstep.data.shard_index import pack
+from halfstep.data.shard_scan import LARGEST_LABEL, ShardRows, scan_shard
+from halfstep.data.shards import Shards, shards_at
 from halfstep.errors import BadData
 
 ID = "F50"
@@ -29,7 +32,10 @@ LABELS = [number % 2 for number in range(8)]
 TURNED = [1 - label for label in LABELS]
 EDITS, FULL_EDITS = 12, 400
 HUGE = (999_999_999_999, 1_000_001, -2)
-Columns = dict[str, str]
+SEAL = 16
+"""Bytes of the digest of the only page."""
+COLUMNS = ("image", "image_size", "label", "place", "digest", "mask", "mask_size", "label_at")
+Edit = Callable[[ShardRows], ShardRows]
 
 
 def run(full: bool) -> Outcome:
@@ -56,41 +62,39 @@ def write_shard(path: Path, labels: list[int], colour: int = 0) -> Path:
     return path
 
 
-def _edits(count: int) -> dict[str, Callable[[Columns], None]]:
+def _edits(count: int) -> dict[str, Edit]:
     """Return what is done to the columns of an index: labels turned, and one number of one column replaced."""
-    edits: dict[str, Callable[[Columns], None]] = {"all labels turned": _turn}
+    edits: dict[str, Edit] = {"all labels turned": lambda rows: replace(rows, label=1 - rows.label)}
     random_ = random.Random(50)
     numbers = [*HUGE, 0, 1, 512, 10**6, 10**18]
     for _ in range(count):
-        column, place = random_.choice(shards.ShardRow._fields[1:]), random_.randrange(len(LABELS))
+        column, place = random_.choice(COLUMNS), random_.randrange(len(LABELS))
         number = random_.choice(numbers)
         edits[f"{column} of sample {place} is {number}"] = _replaced(column, place, number)
     return edits
 
 
-def _turn(columns: Columns) -> None:
-    columns["label"] = "\n".join(map(str, TURNED))
-
-
-def _replaced(column: str, place: int, number: int) -> Callable[[Columns], None]:
-    def edit(columns: Columns) -> None:
-        words = columns[column].split("\n")
-        words[place] = str(number)
-        columns[column] = "\n".join(words)
+def _replaced(column: str, place: int, number: int) -> Edit:
+    def edit(rows: ShardRows) -> ShardRows:
+        values = getattr(rows, column).astype(np.int64)
+        values[place] = number
+        return replace(rows, **{column: values})
 
     return edit
 
 
-def _edited(folder: Path, edit: Callable[[Columns], None], sealed: bool) -> str | None:
+def _edited(folder: Path, edit: Edit, sealed: bool) -> str | None:
     shard = write_shard(folder / "a.tar", LABELS)
     Shards(shard)
-    kept = max((folder / "cache" / "halfstep" / "shards").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    columns: Columns = json.loads(kept.read_text())
-    edit(columns)
+    kept = max((folder / "cache" / "halfstep" / "shards").glob("*.index"), key=lambda path: path.stat().st_mtime_ns)
+    real = scan_shard(shard)
+    other = edit(real)
     if sealed:
-        del columns["digest"]
-        columns["digest"] = shards._digest(columns)
-    kept.write_text(json.dumps(columns))
+        with mock.patch.object(shard_index, "scan_shard", return_value=other):
+            shard_index.build(shards_at(shard), kept, lambda done, of: None)
+    else:
+        rows = pack(real).content[:-SEAL]
+        kept.write_bytes(kept.read_bytes().replace(rows, pack(other).content[: len(rows)]))
     return _own_labels(shard, LABELS)
 
 
@@ -106,7 +110,7 @@ def _own_labels(shard: Path, labels: list[int]) -> str | None:
         (f"labels {wrong}", lambda: not wrong),
         ("as many samples", lambda: len(read) == len(labels)),
         # An index with a right digest may claim the largest label that a shard may have; reading that sample fails.
-        ("classes within their bound", lambda: len(source.classes) <= shards.LARGEST_LABEL + 1),
+        ("classes within their bound", lambda: len(source.classes) <= LARGEST_LABEL + 1),
     )
 
 

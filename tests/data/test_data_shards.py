@@ -18,8 +18,7 @@ import webdataset
 from PIL import Image
 
 from faults.bad_images import DAMAGED, encoded, picture
-from halfstep import files
-from halfstep.data import shards as shard_index
+from halfstep.data import shard_index, tar_members
 from halfstep.data.dataset import BadSample
 from halfstep.data.shards import Shards, shard_paths
 from halfstep.errors import BadData, Unsafe
@@ -127,7 +126,7 @@ def test_names_of_classes_are_read_beside_the_shards_or_above(shards: Path) -> N
 
 def test_the_index_is_made_once(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = [Shards(shards).name(n) for n in range(15)]
-    monkeypatch.setattr(shard_index.tarfile, "open", _never)
+    monkeypatch.setattr(shard_index, "scan_shard", _never)
     assert [Shards(shards).name(n) for n in range(15)] == before
     shards.rename(shards.with_name("moved"))
     assert len(Shards(shards.with_name("moved"))) == 15
@@ -150,25 +149,10 @@ def test_a_cache_that_cannot_be_written_costs_no_run(shards: Path, monkeypatch: 
     assert len(Shards(shards)) == 15
 
 
-def test_an_index_beyond_the_small_files_is_kept(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LARGEST_JSON", 10)
-    assert len(Shards(shards)) == 15
-    monkeypatch.setattr(shard_index.tarfile, "open", _never)
-    assert len(Shards(shards)) == 15
-
-
-def test_an_index_that_is_too_large_to_keep_is_said(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_index, "LARGEST_INDEX", 10)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(shards.parent / "cache"))
-    with pytest.warns(UserWarning, match=r"train-001\.tar has .* it is not kept"):
-        assert len(Shards(shards / "train-001.tar")) == 5
-    assert not list((cache_folder() / "shards").glob("*"))
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"key": 3}', b'{"key": "a", "image": "x"}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"halfstep index 1" * 30])
 def test_a_damaged_index_is_made_anew(shards: Path, content: bytes) -> None:
     Shards(shards)
-    for kept in (cache_folder() / "shards").glob("*.json"):
+    for kept in (cache_folder() / "shards").glob("*.index"):
         kept.write_bytes(content)
     assert Shards(shards).read(3)["label"] == 0
 
@@ -247,7 +231,7 @@ def test_names_of_classes_that_are_not_utf8_are_refused(shards: Path) -> None:
 
 @pytest.mark.wording
 def test_too_many_members_are_refused(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_index, "MOST_MEMBERS", 9)
+    monkeypatch.setattr(tar_members, "MOST_MEMBERS", 9)
     with pytest.raises(BadData, match="more than 9 members"):
         Shards(shards)
 

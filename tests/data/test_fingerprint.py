@@ -120,7 +120,9 @@ def test_shards_are_named_from_the_folder_that_holds_them_all(tmp_path: Path) ->
         assert [row.key for row in only(fingerprint(Shards(root))).rows or ()] == ["s-0.tar"]
     shard(tmp_path / "set" / "b" / "x.tar", range(6, 11))
     after = fingerprint(Shards(tmp_path / "set"))
-    said = ["1 file changed: b/x.tar (same size, other content)"]
+    said = ["1 shard changed: b/x.tar (same size, other content)"]
+    assert different(Fingerprint((before,)), Fingerprint(after.parts)) == said
+    said.append(f"5 samples changed in b/x.tar, the first {tmp_path}/set/b/x.tar/0006")
     assert different(Fingerprint((before,)), after) == said
 
 
@@ -132,19 +134,19 @@ def test_other_samples_of_the_same_shards_are_other_data(tmp_path: Path) -> None
     assert different(before, fingerprint(*split(source, 0.8)))
     other = Subset(source, [*train.numbers[1:], train.numbers[0]])
     assert different(fingerprint(train), fingerprint(other)) == [
-        "the same files, with other samples or in another order"
+        "the same shards, with other samples or in another order"
     ]
     fewer = Subset(source, train.numbers[1:])
     assert different(fingerprint(train), fingerprint(fewer)) == [f"{len(fewer)} samples, saved {len(train)}"]
 
 
 def test_a_file_of_two_sources_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Shards(shard(tmp_path / "s.tar", range(8)))
+    source = OwnFiled(put(tmp_path / "s", b"x").parent, ["s"] * 8)
     read: list[str] = []
     real = module._content
     monkeypatch.setattr(module, "_content", lambda path, starts: [read.append(path), real(path, starts)][1])
-    train, val = fingerprint(*split(source, 0.3)).parts
-    assert read == [str(tmp_path / "s.tar")]
+    train, val = fingerprint(Subset(source, [0, 2]), Subset(source, [1])).parts
+    assert read == [str(tmp_path / "s")]
     assert train.rows == val.rows
 
 

@@ -1,4 +1,4 @@
-"""`halfstep data`: check a user's data before a run, and download public data sets."""
+"""`halfstep data`: check a user's data before a run, index shards, and download public data sets."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from typing import Annotated
 import typer
 
 from halfstep.cli._options import Json, print_json, show_result
-from halfstep.errors import DATA, WrongUse, unknown_name
+from halfstep.errors import DATA, BadData, WrongUse, unknown_name
+from halfstep.numbers import several
 from halfstep.page import Column, Page, Paragraph, Span, Table
 from halfstep.printable import in_line
 from halfstep.terminal import progress, say
 
 GROUP = "Run"
-ACTIONS = ("list", "check", "get")
+ACTIONS = ("list", "check", "get", "index")
+_EXAMPLES = {"check": ("FOLDER", "photos"), "get": ("NAME", "cifar10"), "index": ("SRC", "shards")}
 
 
 def run(
-    action: Annotated[str, typer.Argument(help="list, check or get.", metavar="[ACTION]")] = "list",
-    what: Annotated[str | None, typer.Argument(help="check: a folder. get: the name of a data set.")] = None,
+    action: Annotated[str, typer.Argument(help="list, check, get or index.", metavar="[ACTION]")] = "list",
+    what: Annotated[
+        str | None,
+        typer.Argument(help="check: a folder. get: the name of a data set. index: a folder of shards, or one."),
+    ] = None,
     task: Annotated[
         str | None, typer.Option(help="check: segmentation or classification, where the folder does not tell.")
     ] = None,
@@ -36,19 +41,22 @@ def run(
 
     check FOLDER reads every file and reports on one page the mistakes, how masks are read and how the classes are
     balanced; exit code 65 if a run would fail or its figures would be wrong. get NAME downloads a set; list shows the
-    sets.
+    sets. index SRC writes the index of WebDataset shards next to them, so that no run has to read them for it;
+    interrupted, it continues where it was.
     """
     if action not in ACTIONS:
         raise unknown_name("action", action, ACTIONS)
     if action == "list":
         _list(json)
     elif what is None:
-        kind, example = ("FOLDER", "photos") if action == "check" else ("NAME", "cifar10")
+        kind, example = _EXAMPLES[action]
         raise WrongUse(
             f"{action} what?", allowed=f"halfstep data {action} {kind}", do=f"halfstep data {action} {example}"
         )
     elif action == "check":
         _check(what, task, masks, classes, json)
+    elif action == "index":
+        _index(what, json)
     else:
         _get(what, json)
 
@@ -66,6 +74,34 @@ def _check(folder: str, task: str | None, masks: Path | None, classes: int | Non
     show_result({**report.as_dict(), "next": following}, report.page().followed_by(*more), json)
     if not report.ok:
         raise typer.Exit(DATA)
+
+
+def _index(source: str, json: bool) -> None:
+    from halfstep.data.layout import data_place
+    from halfstep.data.shard_index import beside, write_index
+    from halfstep.data.shards import shards_at
+
+    root = data_place(source)
+    shards = shards_at(root)
+    path = beside(root, shards)
+    try:
+        with progress("indexing", "MB") as on_progress:
+            index = write_index(root, shards, on_progress)
+    except OSError as error:
+        raise BadData(
+            f"the index {path} cannot be written: {error.strerror or error}",
+            allowed="a folder of shards that this user can write to",
+            do="ask its owner to index it; until then, each machine keeps an index in its cache",
+        ) from error
+    size = path.stat().st_size
+    if json:
+        facts = {"samples": len(index), "shards": len(index.names), "bytes": size, "seal": index.seal}
+        print_json({"index": path, **facts})
+    else:
+        counts = (
+            f"{len(index):,} samples in {several(len(index.names), 'shard')}, {size / len(index):.2f} bytes per sample"
+        )
+        say(f"{path}: {counts}, seal {index.seal[:16]}")
 
 
 def _list(json: bool) -> None:

@@ -33,7 +33,8 @@ def run(
         str | None,
         typer.Argument(
             metavar="SETTING|FOLDER|FILE",
-            help="explain: one setting, such as lr, or a folder to size the recipe to. copy: the file to write.",
+            help="explain: one setting, such as lr; or a folder, for its sizing or the order of its shards. "
+            "copy: the file to write.",
         ),
     ] = None,
     script: Annotated[
@@ -151,6 +152,9 @@ def _explain(recipe: str, setting: str | None, json: bool) -> None:
     if task not in schemas:
         raise unknown_name("task", task, schemas)
     chosen = [row for row in rows(schemas[task]) if setting is None or _is_meant(row, setting)]
+    if not chosen and setting is not None and os.path.exists(os.path.expanduser(setting)):
+        _show_order(found, setting, json)
+        return
     if not chosen:
         raise unknown_name("setting", setting, [row.key for row in rows(schemas[task])])
     blocks: list[Block] = [block for row in chosen for block in describe_setting(row)]
@@ -173,6 +177,17 @@ def _show_sizing(found: RawRecipe, folder: str, json: bool) -> None:
     last = Paragraph(f"run it: halfstep train {found.label} --data_dir {place}", gap=True, wrap=False)
     page = Page(f"recipe {found.label}", (Paragraph(first, wrap=False), sizing_table(chosen), last))
     show_result({"recipe": found.label, "folder": folder, "sizing": chosen}, page, json)
+
+
+def _show_order(found: RawRecipe, folder: str, json: bool) -> None:
+    """Show in which order a recipe would read a folder of shards: its window, what it reads, how well it mixes."""
+    from halfstep.runs.explain_order import explain_order
+
+    facts = explain_order(found, folder)
+    place = shlex.quote(folder)
+    words = f"{place} has no index yet; halfstep data index {place} writes it" if facts is None else str(facts)
+    page = Page(f"recipe {found.label}", (Paragraph(words),))
+    show_result({"recipe": found.label, "folder": folder, "order": facts}, page, json)
 
 
 def _is_meant(row: SettingRow, word: str) -> bool:

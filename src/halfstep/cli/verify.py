@@ -20,11 +20,12 @@ def run(
         int | None,
         typer.Option(min=1, metavar="K", help=f"With --resume: compare K + K steps with 2 K; {STEPS} by default."),
     ] = None,
+    data: Annotated[bool, flag("--data", "Also read all data of the run, and compare it with its index.")] = False,
     task: OwnTask = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Check every byte of a run's checkpoints. Changes nothing, also while the run is training."""
-    if not resume and (steps is not None or task is not None):
+    if not resume and (steps is not None or (task is not None and not data)):
         raise WrongUse(
             f"--{'steps' if steps is not None else 'task'} without --resume",
             allowed="--steps and --task with --resume, which trains a few steps",
@@ -32,7 +33,7 @@ def run(
         )
     from halfstep.runs.verify import verify
 
-    report = verify(folder, resume_steps=(steps or STEPS) if resume else None, task=task)
+    report = verify(folder, resume_steps=(steps or STEPS) if resume else None, data=data, task=task)
     show_result(report, report.checked_page(), json)
     if report.error is not None:
         raise report.error

@@ -16,16 +16,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from halfstep.data.layout import Rule, held_out_by_place, place_of
+from halfstep.data.layout import FEW, Rule, held_out_by_place, place_of
 from halfstep.errors import BadData, HalfstepError
 from halfstep.errors import BadSample as BadSample
+
+if TYPE_CHECKING:
+    from halfstep.data.shards import Shards
 
 Sample = dict[str, Tensor]
 """Tensors by name: `image` and, depending on the task, `mask` or `label`."""
@@ -74,6 +77,28 @@ def names_files(source: Source) -> bool:
 def notices_changes(source: object) -> bool:
     """Return whether a source needs no record of its files, by which their changes would be noticed."""
     return bool(getattr(source, "notices_changes", False))
+
+
+class Seal(NamedTuple):
+    """The seal of a source that has an index."""
+
+    shards: Shards
+    """The indexed samples that the source reads."""
+    chosen: str
+    """Digits that stand for which of them, and in which order; empty for all."""
+
+
+def seal_of(source: Source) -> Seal | None:
+    """Return the seal of a source; None where it has no index."""
+    seal: Seal | None = getattr(source, "seal", None)
+    return seal
+
+
+def number_in_index(source: Source, index: int) -> int:
+    """Return the number that a sample of a source with an index has in it."""
+    while isinstance(source, WrappedSource):
+        index, source = source.index_in_source(index), source.source
+    return index
 
 
 def without_image(source: Source, index: int) -> Sample:
@@ -128,6 +153,11 @@ class WrappedSource:
         return files_of(self.source, self.index_in_source(index))
 
     @property
+    def seal(self) -> Seal | None:
+        """The seal of the underlying source."""
+        return seal_of(self.source)
+
+    @property
     def notices_changes(self) -> bool:
         """Whether the underlying source notices files that change under a run."""
         return notices_changes(self.source)
@@ -138,10 +168,19 @@ class Subset(WrappedSource):
 
     def __init__(self, source: Source, numbers: Sequence[int]) -> None:
         super().__init__(source)
-        self.numbers = list(numbers)
+        # The share of an index is no list, and has a digest.
+        self.numbers = numbers if hasattr(type(numbers), "digest") else list(numbers)
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    @property
+    def seal(self) -> Seal | None:
+        """The seal of the underlying source, and which of its samples these are."""
+        if (seal := seal_of(self.source)) is None:
+            return None
+        own = getattr(self.numbers, "digest", None) or f"{derive(0, *self.numbers):016x}"
+        return seal._replace(chosen=f"{seal.chosen}/{own}")
 
     def index_in_source(self, index: int) -> int:
         """Return the number that a sample has in the underlying source."""
@@ -167,6 +206,11 @@ def split(source: Source, fraction: float, rule: Rule = held_out_by_place) -> tu
             allowed="at least 2 samples, and a fraction between 0 and 1",
             do="add samples, or give data.val a folder",
         )
+    # Both rules are the same for many samples, and an index has their positions.
+    divided: Callable[[float], tuple[Sequence[int], Sequence[int]]] | None = getattr(source, "divided", None)
+    if divided is not None and len(source) >= FEW:
+        own, held_out = divided(fraction)
+        return Subset(source, own), Subset(source, held_out)
     places = [place_of(key_of(source, index)) for index in range(len(source))]
     chosen = rule(places, fraction)
     train, val = [i for i in range(len(places)) if i not in chosen], sorted(chosen)
@@ -187,13 +231,24 @@ def derive(seed: int, *parts: int | str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+class EpochOrder(Protocol):
+    """The numbers of an epoch by position, such as a tensor of them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: Tensor) -> Tensor: ...
+
+
 class Order:
     """The order of `size` samples in each epoch."""
+
+    has_lanes = False
+    """Whether a rank reads the fewest files with neighboring slots of a step in all of its micro-batches."""
 
     def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
         self.size, self.seed, self.shuffle = size, seed, shuffle
 
-    def numbers(self, epoch: int) -> Tensor:
+    def numbers(self, epoch: int) -> EpochOrder:
         """Return each number from 0 to size - 1 once."""
         if not self.shuffle:
             return torch.arange(self.size)
@@ -211,6 +266,8 @@ class RankShare:
     microbatches: int = 1
     rank: int = 0
     size: int = 1
+    neighboring: bool = False
+    """Whether the slots of all micro-batches of a rank are neighbors; otherwise those of all ranks are."""
 
     @property
     def window(self) -> int:
@@ -225,12 +282,12 @@ class RankShare:
         """Return how many samples an epoch repeats from its beginning to fill the last window."""
         return self.steps_per_epoch(samples) * self.window - samples
 
-    def batches(self, numbers: Tensor, first: int = 0) -> Iterator[list[int]]:
+    def batches(self, numbers: EpochOrder, first: int = 0) -> Iterator[list[int]]:
         """Yield this rank's micro-batches from step `first` to the end of the epoch."""
-        per_microbatch = self.batch_size * self.size
         for step in range(first, self.steps_per_epoch(len(numbers))):
             for micro in range(self.microbatches):
-                start = step * self.window + micro * per_microbatch + self.rank * self.batch_size
+                before = self.rank * self.microbatches + micro if self.neighboring else micro * self.size + self.rank
+                start = step * self.window + before * self.batch_size
                 places = torch.arange(start, start + self.batch_size) % len(numbers)
                 yield numbers[places].tolist()
 

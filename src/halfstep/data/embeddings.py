@@ -53,6 +53,11 @@ class Embedded(WrappedSource):
         """Return the files of the sample, and the file of embeddings."""
         return [*super().files_of(index), (f"embeddings/{self.file.name}", self.file)]
 
+    @property
+    def seal(self) -> None:
+        """No seal: that of the images does not stand for the embeddings."""
+        return None
+
     def _embedding(self, index: int) -> Tensor:
         # A copy: the tensor is a view of the file, and must not be changed for the next epoch.
         embedding = self._opened()[self._named(index)].to(torch.float32, copy=True)

@@ -12,13 +12,13 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
 
-from halfstep.data.dataset import Source, files_of, key_of, names_files
+from halfstep.data.dataset import Seal, Source, files_of, key_of, names_files, seal_of
 from halfstep.data.file_state import block_starts, content_digest
 from halfstep.errors import StateMismatch
 from halfstep.numbers import several
@@ -63,15 +63,15 @@ class SourcePrint:
 
     samples: Count
     order: Digest
-    """A digest of the samples' names by number: the training order is an order of numbers."""
-    of: Literal["file", "sample"]
-    """The kind of the rows; samples, where the source names no files."""
+    """A digest of the samples' names by number, or of which samples of an index: the order is an order of numbers."""
+    of: Literal["file", "sample", "shard"]
+    """The kind of the rows; samples, where the source names no files, and shards, where it has an index."""
     count: Count
     size: Count
     whole: Annotated[bool, Field(strict=True)]
     """Whether every file was read whole."""
     digest: Digest
-    """A digest of all groups, and so of all rows."""
+    """A digest of all groups, and so of all rows; of shards, the seal of their index."""
     rows: tuple[Annotated[FilePrint, PlainValidator(_row_from)], ...] | None
     groups: Annotated[tuple[Digest, ...], Field(min_length=GROUPS, max_length=GROUPS)] | None
     """A digest for each group of rows, by the hash of their names; only where there are too many rows to store."""
@@ -82,11 +82,11 @@ class SourcePrint:
 
     def check_sums(self) -> None:
         """Raise ValueError where the count, the size or the digest is not that of the rows or groups."""
-        if (self.rows is None) == (self.groups is None):
+        if (self.rows is None) == (self.groups is None) and (self.of != "shard" or self.groups is not None):
             raise ValueError("both or none of rows and groups")
         if self.rows is not None and (len(self.rows), sum(row.size for row in self.rows)) != (self.count, self.size):
             raise ValueError("another count or size than its rows have")
-        if _digest(self.by_group()) != self.digest:
+        if self.of != "shard" and _digest(self.by_group()) != self.digest:
             raise ValueError("another digest than its rows or groups have")
 
 
@@ -95,6 +95,8 @@ class Fingerprint:
     """The fingerprints of the sources of a run."""
 
     parts: tuple[SourcePrint, ...]
+    sources: tuple[Source, ...] = field(default=(), compare=False, repr=False)
+    """What was fingerprinted, if it is here: its samples are named where they differ. Not saved."""
 
     @property
     def whole(self) -> bool:
@@ -104,7 +106,7 @@ class Fingerprint:
     @property
     def of_files(self) -> bool:
         """Return whether file contents were compared; sources without files are compared by sample names only."""
-        return all(part.of == "file" for part in self.parts)
+        return all(part.of != "sample" for part in self.parts)
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for a checkpoint."""
@@ -137,9 +139,40 @@ class _Saved:
 
 
 def fingerprint(*sources: Source) -> Fingerprint:
-    """Return the fingerprint of these sources. Reads up to 1 GiB of each; a shared file is read once."""
+    """Return the fingerprint of these sources: the seal of an index, or else names, sizes and contents of files.
+
+    Reads up to 1 GiB of each source without an index; a shared file is read once.
+    """
     contents: dict[tuple[str, bool], str] = {}
-    return Fingerprint(tuple(_part_of(source, contents) for source in sources))
+    seals = [seal_of(source) for source in sources]
+    parts = (_sealed(s, len(o)) if s else _part_of(o, contents) for s, o in zip(seals, sources, strict=True))
+    return Fingerprint(tuple(parts), sources)
+
+
+def fingerprint_of_files(*sources: Source) -> Fingerprint:
+    """Return the fingerprint without the seals of indexes, as checkpoints of earlier versions have it."""
+    contents: dict[tuple[str, bool], str] = {}
+    return Fingerprint(tuple(_part_of(source, contents) for source in sources), sources)
+
+
+def _sealed(seal: Seal, samples: int) -> SourcePrint:
+    index = seal.shards.index
+    sizes = index.table["bytes"].tolist()
+    rows = None
+    if len(sizes) <= MOST_ROWS and sum(map(len, index.names)) <= MOST_ROW_TEXT // 2:
+        contents = (index.content(shard)[:16] for shard in range(len(sizes)))
+        rows = tuple(map(FilePrint, index.names, sizes, contents))
+    return SourcePrint(
+        samples=samples,
+        order=_digest([seal.chosen]),
+        of="shard",
+        count=len(sizes),
+        size=sum(sizes),
+        whole=True,
+        digest=index.seal[:16],
+        rows=rows,
+        groups=None,
+    )
 
 
 def _part_of(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePrint:
@@ -258,12 +291,29 @@ def different(saved: Fingerprint, now: Fingerprint, names: Sequence[str] = _NAME
     """Return a few lines on what changed; empty where the data is the same. `names` label several sources."""
     if len(saved.parts) != len(now.parts):
         return [f"{several(len(now.parts), 'source')} of samples, saved {len(saved.parts):,}"]
+    indexed = [after.of == "shard" != before.of for before, after in zip(saved.parts, now.parts, strict=True)]
+    if any(indexed) and now.sources:
+        # Saved before there was an index.
+        now = fingerprint_of_files(*now.sources)
     lines = []
     for number, (before, after) in enumerate(zip(saved.parts, now.parts, strict=True)):
         name = names[number] if number < len(names) else f"source {number + 1}"
         start = f"{name}: " if len(now.parts) > 1 else ""
         lines += [start + line for line in _changes(before, after)]
+        if now.sources and before.of == after.of == "shard" and before.digest != after.digest:
+            lines += [start + line for line in _changed_samples(before, now.sources[number])]
     return lines[:MOST_LINES]
+
+
+def _changed_samples(saved: SourcePrint, source: Source) -> list[str]:
+    """Return which samples changed, where the index that the run began with is still there."""
+    from halfstep.data.shard_check import sample_changes  # here, because shards build on fingerprinted sources
+    from halfstep.data.shard_index import index_with_seal
+
+    if (seal := seal_of(source)) is None:
+        return []
+    before = index_with_seal(saved.digest, sorted(seal.shards.root.glob("*.index")))
+    return [] if before is None else sample_changes(before, seal.shards)
 
 
 def _changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
@@ -343,7 +393,7 @@ def _group_changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
         lines.append(f"{several(now.count, now.of)}, saved {saved.count:,}")
     if saved.size != now.size:
         lines.append(f"{several(now.size, 'byte')} in all, saved {saved.size:,}")
-    groups = list(zip(saved.by_group(), now.by_group(), strict=True))
+    groups = list(zip(saved.by_group(), now.by_group(), strict=saved.of != "shard"))
     others = sum(old != new for old, new in groups)
     if others and saved.whole == now.whole:
         each = f"of about {several(round(now.count / len(groups)), now.of)} each"

@@ -63,10 +63,13 @@ USUAL_SHARE, SMALLEST_SHARE, ENOUGH = 0.2, 0.05, 500
 """A fifth of a small set; of a large one enough samples to judge a model, but at least a twentieth."""
 
 
+PLACE_PERSON = b"halfstep val"
+"""Separates the hash of a sample's position from any other use of the same names."""
+
+
 def place_of(key: str) -> float:
     """Return a sample's position between 0 and 1, a hash of its name; those below the share are for validation."""
-    # `person` separates this hash from any other use of the same names.
-    digest = blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, person=b"halfstep val").digest()
+    digest = blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, person=PLACE_PERSON).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 

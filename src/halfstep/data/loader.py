@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader
@@ -41,6 +41,31 @@ GivenUp = Callable[[str, str], None]
 def _ignore(name: str, reason: str) -> None: ...
 
 
+class EpochCheck(Protocol):
+    """A check of some of the data in the background of an epoch."""
+
+    def begin(self, epoch: int) -> None:
+        """Begin to check what belongs to an epoch."""
+        ...
+
+    def look(self) -> None:
+        """Raise BadData where something was found."""
+        ...
+
+    def end(self) -> None:
+        """Stop."""
+        ...
+
+
+@runtime_checkable
+class ReadsChunks(Protocol):
+    """The order of an epoch that reads chunks of neighboring samples."""
+
+    def openings(self, share: RankShare, first: int) -> Iterator[list[tuple[int, int]]]:
+        """Yield, for each step from `first` on, the chunks to be read from then on."""
+        ...
+
+
 class TrainLoader:
     """The windows of an epoch. Workers live for one call of `windows`, so that they know the quarantined samples."""
 
@@ -63,7 +88,11 @@ class TrainLoader:
         self.while_waiting: Callable[[], None] = lambda: None
         """Called every second in which the workers have no batch; may raise."""
         self.given_up: GivenUp = _ignore
-        self.share = RankShare(batch_size, microbatches, rank, size)
+        self.background: EpochCheck | None = None
+        """Verifies some of the data while an epoch is read."""
+        self.announce: Callable[[list[tuple[int, int]]], None] = lambda chunks: None
+        """Called with the chunks that are read from some step on, each its first sample and one past its last."""
+        self.share = RankShare(batch_size, microbatches, rank, size, order.has_lanes)
         self._collate, self.workers = SeededCollate(collate, samples.seed), workers
         self._to_device = ToDevice(torch.device(device), channels_last)
 
@@ -74,10 +103,30 @@ class TrainLoader:
 
     def windows(self, epoch: int, first: int = 0) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step, from step `first` to the end of the epoch."""
-        batches = self.share.batches(self.order.numbers(epoch), first)
-        keys = ([(epoch, number) for number in batch] for batch in batches)
+        keys = self._keys(epoch, first)
         reading = LoaderOptions(self.workers, self._to_device.pins, self.timeout, self.while_waiting, self.given_up)
         read = _read(self.samples, keys, self._collate, reading)
+        check = self.background
+        if check is None:
+            yield from self._windows_of(read)
+            return
+        check.begin(epoch)
+        try:
+            for window in self._windows_of(read):
+                check.look()
+                yield window
+        finally:
+            check.end()
+
+    def _keys(self, epoch: int, first: int) -> Iterator[list[Key]]:
+        numbers = self.order.numbers(epoch)
+        openings = numbers.openings(self.share, first) if isinstance(numbers, ReadsChunks) else None
+        for count, batch in enumerate(self.share.batches(numbers, first)):
+            if openings is not None and count % self.share.microbatches == 0:
+                self.announce(next(openings))
+            yield [(epoch, number) for number in batch]
+
+    def _windows_of(self, read: Iterator[Batch]) -> Iterator[list[Batch]]:
         while window := list(islice(read, self.share.microbatches)):
             yield [self._to_device(batch) for batch in window]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import re
-import tarfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +17,11 @@ import torch
 from torch import Tensor
 
 from halfstep.data.dataset import BadSample, Files, Sample
+from halfstep.data.file_state import FileState, RecordedFile, block_starts, change_since, content_digest
 from halfstep.data.image_files import existing, files
-from halfstep.data.shards import ShardFile, recorded, scan_tar
+from halfstep.data.shard_bytes import read_parts
+from halfstep.data.shard_scan import not_a_shard, shown
+from halfstep.data.tar_members import DamagedTar, opened_tar
 from halfstep.data.video import MOST_CLIP_PIXELS, in_order
 from halfstep.errors import BadData
 
@@ -65,7 +67,7 @@ class MoviShards:
         self.root = existing(root, "the folder of MOVi's shards")
         shards = _of_split(files(self.root, (".tar",)), split)
         # Recorded before they are scanned: what changes in between is noticed.
-        self._shards = {shard: ShardFile(self.root / shard, recorded(self.root / shard)) for shard in shards}
+        self._shards = {shard: _recorded(self.root / shard) for shard in shards}
         self._found = [one for shard in shards for one in _scanned(self.root, shard)]
         if not self._found:
             raise BadData(
@@ -139,8 +141,25 @@ class MoviShards:
         return torch.from_numpy(taken if head.kind == np.uint8 else taken.astype(np.int32))
 
     def _read(self, number: int, start: int, size: int) -> bytes:
-        shard = self._shards[self._found[number].shard]
-        return shard.read([(start, size)], self.name(number), "recording")[0]
+        def check(now: FileState) -> None:
+            if now == self._shards[shard].state:
+                return
+            if change := change_since(self._shards[shard], now, self.root / shard):
+                raise BadSample(self.name(number), change.replace("its file", "its shard"))
+            # Its content was compared, which need not be done again.
+            self._shards[shard] = self._shards[shard]._replace(state=now)
+
+        shard = self._found[number].shard
+        return read_parts(self.root / shard, [(start, size)], lambda: self.name(number), check)[0]
+
+
+def _recorded(shard: Path) -> RecordedFile:
+    """Return the state of a shard, with a digest of a few of its blocks; raise BadData where it cannot be read."""
+    try:
+        state = FileState.of(shard.stat())
+        return RecordedFile(state, content_digest(shard, block_starts(state.size, whole=False)), whole=False)
+    except OSError as error:
+        raise not_a_shard(shard, error.strerror or type(error).__name__) from error
 
 
 def _of_split(shards: list[str], split: str) -> list[str]:
@@ -156,13 +175,14 @@ def _of_split(shards: list[str], split: str) -> list[str]:
 
 def _scanned(root: Path, shard: str) -> list[Recording]:
     found: dict[str, dict[str, ArrayPlace]] = {}
-
-    def note(_: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        key, dot, kind = member.name.partition(".")
-        if dot + kind in (VIDEO, THINGS):
-            found.setdefault(key, {})[dot + kind] = ArrayPlace(member.offset_data, member.size)
-
-    scan_tar(root / shard, f"plain, whole tar files: {LAYOUT}", note)
+    try:
+        with opened_tar(root / shard) as tar:
+            for member in tar.members():
+                key, dot, kind = shown(member.name).partition(".")
+                if dot + kind in (VIDEO, THINGS):
+                    found.setdefault(key, {})[dot + kind] = ArrayPlace(member.at, member.size)
+    except (DamagedTar, OSError) as error:
+        raise not_a_shard(root / shard, str(error), f"plain, whole tar files: {LAYOUT}") from error
     keys = sorted((key for key, parts in found.items() if VIDEO in parts), key=in_order)
     return [Recording(shard, key, found[key][VIDEO], found[key].get(THINGS)) for key in keys]
 

@@ -1,259 +1,66 @@
-"""Read WebDataset shards by number through an index of offsets, so that order and resume work as for folders."""
+"""Read WebDataset shards by number through a sealed index, so that order and resume work as for folders."""
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 import os
 import re
-import tarfile
-import warnings
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from hashlib import blake2b
-from itertools import accumulate, product
+from collections.abc import Callable, Collection, Iterable
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
-from halfstep.data.dataset import BadSample, Files, Sample
-from halfstep.data.file_state import FileState, RecordedFile, block_starts, change_since, content_digest
+from halfstep.data.dataset import BadSample, Files, Sample, Seal
+from halfstep.data.file_state import FileState, RecordedFile, change_since
 from halfstep.data.folders import same_size
-from halfstep.data.image_files import MOST_BYTES, SUFFIXES, existing, files
+from halfstep.data.held_out import Numbers, divided
+from halfstep.data.image_files import MOST_BYTES, existing, files
 from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
+from halfstep.data.layout import place_of
+from halfstep.data.parquet import SUFFIX as PARQUET
+from halfstep.data.shard_bytes import Part, joined, read_parts
+from halfstep.data.shard_index import (
+    SOME_LABELS,
+    SOME_MASKS,
+    SOME_UNLABELLED,
+    SOME_UNMASKED,
+    SampleRow,
+    ShardIndex,
+    ShardSet,
+    build_index,
+    existing_index,
+)
+from halfstep.data.shard_scan import LONGEST_LABEL, MASK_PERSON, NONE, key_at, label_in
+from halfstep.data.tar_members import FEW, DamagedTar, digest_of, opened_tar
 from halfstep.errors import BadData
-from halfstep.files import cache_folder, write_text
+from halfstep.host_memory import free_memory
 
-# -- shard index ------------------------------------------------------------------------------------------------------
-# Index the samples of a tar file once, and cache the index; nothing is unpacked.
-
-
-LAYOUT = "a plain, whole .tar of 0001.jpg with 0001.cls, or 0001.jpg with 0001.mask.png"
-MOST_MEMBERS = 2_000_000
-LARGEST_LABEL = 1_000_000
-"""A larger label is a date or an id: the model would have an output for every number below it."""
-LARGEST_INDEX = 2**29
-"""Bytes; a shard with the maximum of members and keys of usual length needs about half of it."""
-MASKS = (".mask.png", ".seg.png")
-_LABEL = ".cls"
-_NONE = -1
-_VERSION = 3
-_LONGEST_LABEL = 20
-"""Bytes of a label's file: anything longer is no class number, and is not read."""
-_NEAR = 4096
-"""Bytes between the parts of a sample, such as tar headers, that are read along with them."""
-
-
-class ShardRow(NamedTuple):
-    """A sample: its key, offset and size of image, mask and label, and its label; -1 for what is missing."""
-
-    key: str
-    image: int
-    image_size: int
-    mask: int
-    mask_size: int
-    label_at: int
-    label_size: int
-    label: int
-
-
-class ShardFile:
-    """A shard whose offsets are known; each read compares the file with the one that was scanned."""
-
-    def __init__(self, path: Path, file: RecordedFile) -> None:
-        self.path, self._file = path, file
-
-    def read(self, parts: Sequence[tuple[int, int]], name: str, what: str = "sample") -> list[bytes]:
-        """Read parts by offset and size; raise BadSample where they cannot be read, or the shard is another one."""
-        try:
-            # Opened each time: a handle shared by processes would share its position.
-            with open(self.path, "rb", buffering=0) as file:
-                self._refuse_changed(FileState.of(os.fstat(file.fileno())), name)
-                return _read_parts(file.fileno(), parts)
-        except OSError as error:
-            raise BadSample(name, error.strerror or type(error).__name__) from error
-        except EOFError:
-            raise BadSample(name, f"the shard ends before the {what} does") from None
-
-    def _refuse_changed(self, now: FileState, name: str) -> None:
-        if now == self._file.state:
-            return
-        if change := change_since(self._file, now, self.path):
-            raise BadSample(name, change.replace("its file", "its shard"))
-        # Its content was compared, which need not be done again.
-        self._file = self._file._replace(state=now)
-
-
-class IndexedShard(ShardFile):
-    """A shard with the index of its samples."""
-
-    def __init__(self, path: Path, file: RecordedFile, rows: list[ShardRow]) -> None:
-        super().__init__(path, file)
-        self.rows = rows
-
-
-def _read_parts(handle: int, parts: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Read parts of a file, in one go where they lie side by side; raise EOFError where it ends before."""
-    first, end = min(start for start, _ in parts), max(start + size for start, size in parts)
-    if end - first <= sum(size for _, size in parts) + _NEAR:
-        content = os.pread(handle, end - first, first)
-        found = [content[start - first : start - first + size] for start, size in parts]
-    else:
-        found = [os.pread(handle, size, start) for start, size in parts]
-    if any(len(part) < size for part, (_, size) in zip(found, parts, strict=True)):
-        raise EOFError
-    return found
-
-
-def recorded(shard: Path) -> RecordedFile:
-    """Return the state of a shard, with a digest of a few of its blocks; raise BadData where it cannot be read."""
-    try:
-        state = FileState.of(shard.stat())
-        return RecordedFile(state, content_digest(shard, block_starts(state.size, whole=False)), whole=False)
-    except OSError as error:
-        raise _not_a_shard(shard, error.strerror or type(error).__name__) from error
-
-
-def index_of(shard: Path) -> IndexedShard:
-    """Return the samples of a shard in order; raise BadData where it is no tar, or a sample has no image."""
-    status = shard.stat()
-    state = FileState.of(status)
-    # The inode, not the path: a set that is moved within its file system keeps its index. The time of the change, which
-    # nobody can set: a shard that was written in place may have its old size and modification time.
-    facts = (shard.name, status.st_dev, *state, _VERSION)
-    digest = blake2b(repr(facts).encode("ascii", "backslashreplace"), digest_size=16).hexdigest()
-    kept = cache_folder() / "shards" / f"{digest}.json"
-    found = _read(kept, state)
-    if found is None:
-        file = recorded(shard)
-        rows = list(_scanned(shard))
-        _keep(kept, rows, file.content, shard)
-        return IndexedShard(shard, file, rows)
-    rows, content = found
-    return IndexedShard(shard, RecordedFile(state, content, whole=False), rows)
-
-
-def _read(kept: Path, state: FileState) -> tuple[list[ShardRow], str] | None:
-    """Return a cached index, and the digest of the shard's content; None where it is not one that was written here."""
-    try:
-        columns = json.loads(kept.read_text(encoding="utf-8")) if kept.stat().st_size <= LARGEST_INDEX else {}
-        if columns.pop("digest") != _digest(columns):
-            return None
-        rows = _rows(columns)
-        return (rows, columns["content"]) if all(_is_possible(row, state.size) for row in rows) else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def _digest(columns: Mapping[str, str]) -> str:
-    text = json.dumps(columns, sort_keys=True)
-    return blake2b(text.encode("ascii"), digest_size=16).hexdigest()
-
-
-def _is_possible(row: ShardRow, size: int) -> bool:
-    """Return whether a shard of so many bytes can hold a sample: an index is a file that others may write."""
-    parts = ((row.image, row.image_size), (row.mask, row.mask_size), (row.label_at, row.label_size))
-    inside = all((at, length) == (_NONE, _NONE) or (at >= 0 <= length and at + length <= size) for at, length in parts)
-    return inside and row.image >= 0 and _NONE <= row.label <= LARGEST_LABEL
-
-
-def _keep(kept: Path, rows: list[ShardRow], content: str, shard: Path) -> None:
-    columns = _columns(rows) | {"content": content}
-    text = json.dumps(columns | {"digest": _digest(columns)})
-    if len(text) > LARGEST_INDEX:
-        warnings.warn(
-            f"the index of {shard} has {len(text):,} bytes, more than {LARGEST_INDEX:,}: it is not kept, and each run "
-            "reads the whole shard before it begins; use shorter names in it, or more and smaller shards",
-            stacklevel=2,
-        )
-        return
-    with suppress(OSError):  # a full or read-only cache costs time, not the run
-        write_text(kept, text)
-
-
-def _columns(rows: list[ShardRow]) -> dict[str, str]:
-    """Return one string per column: a tenth of the JSON size of a list of lists."""
-    return {name: "\n".join(str(row[i]) for row in rows) for i, name in enumerate(ShardRow._fields)}
-
-
-def _rows(columns: Mapping[str, str]) -> list[ShardRow]:
-    keys, *numbers = (columns[name].split("\n") for name in ShardRow._fields)
-    return [ShardRow(key, *map(int, row)) for key, *row in zip(keys, *numbers, strict=True)]
-
-
-def scan_tar(shard: Path, allowed: str, note: Callable[[tarfile.TarFile, tarfile.TarInfo], None]) -> None:
-    """Call `note` with each file of a plain tar; raise BadData, with what is `allowed`, where it cannot be used."""
-    try:
-        # "r:" reads plain tar files only: a compressed one has no offsets to seek to.
-        with tarfile.open(shard, "r:") as archive:
-            for count, member in enumerate(archive):
-                if count >= MOST_MEMBERS:
-                    raise tarfile.TarError(f"more than {MOST_MEMBERS:,} members")
-                if member.isfile():
-                    note(archive, member)
-                # tarfile keeps every member it has seen: with two million, that is too much memory.
-                archive.members = []  # type: ignore[attr-defined]
-    # tarfile passes some damaged headers on as ValueError or OverflowError.
-    except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
-        raise _not_a_shard(shard, str(error) or type(error).__name__, allowed) from error
-
-
-def _scanned(shard: Path) -> Iterator[ShardRow]:
-    rows: dict[str, dict[str, int]] = {}
-    scan_tar(shard, LAYOUT, functools.partial(_note, rows))
-    for key, found in rows.items():
-        if "image" not in found:
-            raise _not_a_shard(shard, f"the sample {key!r} has no image ({', '.join(SUFFIXES)})")
-        yield ShardRow(key, *(found.get(name, _NONE) for name in ShardRow._fields[1:]))
-    if not rows:
-        raise _not_a_shard(shard, "no sample in it")
-
-
-def _note(rows: dict[str, dict[str, int]], archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-    """Add a member to its sample by WebDataset's convention: the key ends at the first dot of the file name."""
-    folder, _, file = member.name.rpartition("/")
-    stem, dot, rest = file.partition(".")
-    kind = (dot + rest).lower()
-    key = f"{folder}/{stem}" if folder else stem
-    # The index has one key per line.
-    if not stem or "\n" in key:
-        return
-    found = rows.setdefault(key, {})
-    if kind in MASKS:
-        found.update(mask=member.offset_data, mask_size=member.size)
-    elif kind in SUFFIXES:
-        found.update(image=member.offset_data, image_size=member.size)
-    elif kind == _LABEL:
-        content = archive.extractfile(member) if 0 < member.size <= _LONGEST_LABEL else None
-        label = _label(content.read() if content else b"", member.name)
-        found.update(label=label, label_at=member.offset_data, label_size=member.size)
-
-
-def _label(content: bytes, name: str) -> int:
-    text = content.decode("ascii", "replace").strip()
-    if not text.isdecimal():
-        raise tarfile.TarError(f"{name} holds no class number")
-    if int(text) > LARGEST_LABEL:
-        raise tarfile.TarError(f"{name} holds the class number {int(text)}, more than {LARGEST_LABEL:,}")
-    return int(text)
-
-
-def _not_a_shard(shard: Path, reason: str, allowed: str = LAYOUT) -> BadData:
-    return BadData(
-        f"the shard {shard} cannot be used: {reason}",
-        allowed=allowed,
-        do="write the shard again; unpack it first if it is compressed",
-    )
-
-
-# -- shards -----------------------------------------------------------------------------------------------------------
-
-
+T = TypeVar("T")
+Verify = Literal["all", "sampled", "off"]
+SAMPLED: Verify = "sampled"
+_VERIFY_EVERY = {"all": 1, "sampled": 64, "off": 0}
+OTHER_BYTES = "its bytes are not those that were indexed: the shard was damaged, or written again"
 MOST_SHARDS = 100_000
+CHUNK_BYTES, FEWEST_IN_CHUNK = 8 * 2**20, 16
+"""The bytes of a chunk, and the samples that it has at least."""
+SPLITS = {"train", "validation", "test"}
+"""How Hugging Face names the files of a split: `train-00000-of-00005.parquet`."""
+LONG_SCAN = 2**30
+"""Bytes of shards above which the progress of a scan is displayed."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_BITS = 2**64 - 1
+"""Times before 1970 are negative, and some file systems number files beyond 63 bits."""
+
+
+class Content(NamedTuple):
+    """The bytes of a sample; None for a part that it does not have, or that is not used."""
+
+    image: bytes | None
+    label: bytes | None
+    mask: bytes | None
 
 
 class Shards:
@@ -264,6 +71,7 @@ class Shards:
     """
 
     notices_changes = True
+    usual_window: Literal["all", "auto"] = "all"
 
     def __init__(
         self,
@@ -273,97 +81,256 @@ class Shards:
         ignore_index: int | None = None,
         palette: Palette | None = None,
         parts: Collection[str] = ("label", "mask"),
+        verify: Verify = SAMPLED,
     ) -> None:
         self.channels, self.mask_classes, self.parts = channels, MaskClasses(classes, ignore_index, palette), parts
-        self.paths = shard_paths(root)
-        self._root = os.path.commonpath([path.parent for path in self.paths])
-        self._shards = [index_of(path) for path in self.paths]
-        self._ends = list(accumulate(len(shard.rows) for shard in self._shards))
-        self._alike()
+        self._verify_every = _VERIFY_EVERY[verify]
+        shards = shards_at(root)
+        self.root, self._start_of_paths = shards.root, f"{shards.root}{os.sep}"
+        self._states = np.array([[value & _BITS for value in state] for state in shards.states], np.uint64)
+        self.index = existing_index(root, shards) or _built(shards)
+        self._kinds = self._checked_kinds()
         self.classes = self._class_names()
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self.index)
 
     def read(self, index: int) -> Sample:
         """Read a sample; raise BadSample where it cannot be read, BadData where its mask does not fit."""
-        _, row = self._at(index)
-        image, rest = self._read(index, (row.image, row.image_size))
-        found = read_image(image, self.channels, self.name(index))
+        content, rest = self._read(index, with_image=True)
+        found = self._named(index, lambda name: read_image(content.image or b"", self.channels, name))
         if "mask" in rest:
-            same_size(found.shape[-2:], rest["mask"].shape, self.name(index))
+            self._named(index, lambda name: same_size(found.shape[-2:], rest["mask"].shape, name))
         return {"image": found, **rest}
 
     def without_image(self, index: int) -> Sample:
         """Return the label or mask."""
-        return self._read(index)[1]
+        return self._read(index, with_image=False)[1]
 
-    def _read(self, index: int, image: tuple[int, int] | None = None) -> tuple[bytes, Sample]:
-        """Read the bytes of the image, if it is asked for, and the label or mask, from the shard at once."""
-        shard, row = self._at(index)
-        name = self.name(index)
-        has_label, has_mask = self._kind(row)
-        parts = [image] if image else []
-        parts += [(row.label_at, row.label_size)] * has_label + [(row.mask, row.mask_size)] * has_mask
+    def _read(self, index: int, with_image: bool) -> tuple[Content, Sample]:
+        content, rest = self.content(index, with_image), Sample()
+        if content.label is not None:
+            rest["label"] = torch.tensor(self._checked_label(content.label, index))
+        if (mask := content.mask) is not None:
+            rest["mask"] = self._named(index, lambda name: mask_of(mask, self.mask_classes, name))
+        return content, rest
+
+    def content(self, index: int, with_image: bool = True) -> Content:
+        """Return the bytes of a sample; raise BadSample where they cannot be read, or are not those of the index."""
+        row, doubts = self.index.row(index), list[str]()
+        sizes = [row.image_size] * with_image + [row.mask_size] * self._kinds[1]
+        if sizes and max(sizes) > MOST_BYTES:
+            raise BadSample(self.name(index), f"{max(sizes):,} bytes, more than {MOST_BYTES:,}")
+        content = self._content(index, row, with_image, doubts)
+        if (doubts or (with_image and self._is_verified(row))) and self._digest(index, row, content) != row.digest:
+            raise BadSample(self.name(index), doubts[0] if doubts else OTHER_BYTES)
+        return content
+
+    def _content(self, index: int, row: SampleRow, with_image: bool, doubts: list[str]) -> Content:
+        """Read the parts of a sample from its shard at once."""
+        has_label, has_mask = self._kinds
+        # The label is in the index, too; that of the shard counts, whatever was done to the index.
+        parts = [(row.image, row.image_size)] * with_image
+        parts += [(row.label_at, LONGEST_LABEL + 1)] * has_label + [(row.mask, row.mask_size)] * has_mask
         if not parts:
-            return b"", {}
-        if (size := max(size for _, size in parts)) > MOST_BYTES:
-            raise BadSample(name, f"{size:,} bytes, more than {MOST_BYTES:,}")
-        content = shard.read(parts, name)
-        picture = content.pop(0) if image else b""
-        rest = {}
-        if has_label:
-            rest["label"] = torch.tensor(_checked_label(content.pop(0), row, name))
-        if has_mask:
-            rest["mask"] = mask_of(content.pop(0), self.mask_classes, name)
-        return picture, rest
+            return Content(None, None, None)
+        path = self._start_of_paths + self.index.names[row.shard]  # joining a Path takes longer than reading
+        found = read_parts(path, parts, lambda: self.name(index), lambda now: self._check(index, row, now, doubts))
+        mask = found.pop() if has_mask else None
+        label = found.pop() if has_label else None
+        return Content(found.pop() if with_image else None, label, mask)
+
+    def _is_verified(self, row: SampleRow) -> bool:
+        """Return whether the bytes of a sample are compared with its digest: by seed, epoch and sample in a run."""
+        every = self._verify_every
+        # The generator was seeded for this sample of this epoch, and is not drawn from.
+        return every == 1 or (every > 1 and (torch.initial_seed() ^ row.digest) % every == 0)
+
+    def _digest(self, index: int, row: SampleRow, content: Content) -> int:
+        image, _, mask = content
+        if image is None or (mask is None and row.mask >= 0):
+            return self.digest(index, row)
+        return digest_of(image) ^ (0 if mask is None else digest_of(mask, MASK_PERSON))
+
+    def _check(self, index: int, row: SampleRow, now: FileState, doubts: list[str]) -> None:
+        """Raise BadSample where the shard has another size; note where it may be another file."""
+        if self.is_as_before(row.shard, now):
+            return
+        before = FileState(*self._states[row.shard].tolist())
+        if change := change_since(RecordedFile(before), now, self.path(row.shard)):
+            doubts.append(change.replace("its file", "its shard"))
+            if now.size != before.size:
+                raise BadSample(self.name(index), doubts[0])
+
+    def is_as_before(self, shard: int, now: FileState) -> bool:
+        """Return whether a shard has the state that it had when the source was opened."""
+        return bool(self._states[shard].tolist() == [value & _BITS for value in now])
+
+    def digest(self, index: int, row: SampleRow) -> int:
+        """Return the digest of a sample as its shard has it now; -1 where it cannot be read."""
+        try:
+            with opened_tar(self.path(row.shard), FEW) as tar:
+                mask = tar.digest(row.mask, row.mask_size, MASK_PERSON) if row.mask >= 0 else 0
+                return tar.digest(row.image, row.image_size) ^ mask
+        except (OSError, DamagedTar):
+            return NONE
+
+    def _named(self, index: int, work: Callable[[str], T]) -> T:
+        """Return what `work` returns; its error has the name of the sample, which is read only then."""
+        try:
+            return work("")
+        except (BadSample, BadData):
+            return work(self.name(index))
+
+    @property
+    def chunk(self) -> int:
+        """The samples of a chunk, for orders that read chunks."""
+        return max(FEWEST_IN_CHUNK, CHUNK_BYTES // self.bytes_per_sample)
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """The bytes of the shards for each sample."""
+        return max(1, int(self.index.table["bytes"].sum()) // len(self.index))
+
+    def most_open(self, nodes: int, ranks: int) -> int:
+        """Return the bytes of chunks that may be open at once: a quarter of the memory of all nodes."""
+        # While a window is read, the next one is announced.
+        return (free_memory() or 0) // 4 // 2 * nodes
+
+    def bytes_of(self, index: int) -> int:
+        """Return the bytes of a sample: its image, and its mask or label where these are used."""
+        row = self.index.row(index)
+        return row.image_size + self._kinds[1] * max(row.mask_size, 0) + self._kinds[0] * (LONGEST_LABEL + 1)
+
+    def parts_of(self, samples: Iterable[int]) -> dict[Path, list[Part]]:
+        """Return what is read for these samples: parts of each shard, those that lie side by side as one."""
+        found: dict[int, list[Part]] = {}
+        for row in map(self.index.row, samples):
+            parts = found.setdefault(row.shard, [])
+            parts.append((row.image, row.image_size))
+            if self._kinds[0]:
+                parts.append((row.label_at, LONGEST_LABEL + 1))
+            if self._kinds[1]:
+                parts.append((row.mask, row.mask_size))
+        return {self.path(shard): joined(parts) for shard, parts in found.items()}
+
+    def path(self, shard: int) -> Path:
+        """Return the path of a shard."""
+        return self.root / self.index.names[shard]
 
     def name(self, index: int) -> str:
         """Return the shard and key for display."""
-        shard, row = self._at(index)
-        return f"{shard.path}/{row.key}"
+        shard, number = self.index.find(index)
+        try:
+            return f"{self.path(shard)}/{self._key(index)}"
+        except (OSError, DamagedTar):
+            return f"{self.path(shard)}/sample {number}"
 
     def key(self, index: int) -> str:
-        """Return the name of the shard and the key."""
-        shard, row = self._at(index)
-        return f"{shard.path.name}/{row.key}"
+        """Return the name of the shard and the key; raise BadData where the shard cannot be read."""
+        shard, number = self.index.find(index)
+        try:
+            return f"{self.path(shard).name}/{self._key(index)}"
+        except (OSError, DamagedTar) as error:
+            raise BadData(
+                f"the name of sample {number} cannot be read from {self.path(shard)}: {error}",
+                allowed="shards as they were indexed",
+                do="look at the shard, and start the same command again",
+            ) from error
+
+    def _key(self, index: int) -> str:
+        row = self.index.row(index)
+        with opened_tar(self.path(row.shard), FEW) as tar:
+            return key_at(tar, self.index.start_of_headers(row.shard, row.image), row.image)
 
     def files_of(self, index: int) -> Files:
         """Return the shard."""
-        shard, _ = self._at(index)
-        return [(shard.path.relative_to(self._root).as_posix(), shard.path)]
+        shard, _ = self.index.find(index)
+        return [(self.index.names[shard], self.path(shard))]
 
-    def _at(self, index: int) -> tuple[IndexedShard, ShardRow]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = bisect_right(self._ends, index)
-        before = self._ends[number - 1] if number else 0
-        return self._shards[number], self._shards[number].rows[index - before]
+    @property
+    def seal(self) -> Seal:
+        """The seal of the index, which stands for every sample."""
+        return Seal(self, "")
 
-    def _alike(self) -> None:
-        """Raise BadData unless all samples have the same parts: a batch cannot have labels for some."""
-        kinds = {self._kind(row): (shard.path, row) for shard in self._shards for row in shard.rows}
-        if len(kinds) > 1:
-            (one, a), (other, b) = list(kinds.values())[:2]
-            raise BadData(
-                f"{one}/{a.key} and {other}/{b.key} differ in having a label or a mask",
-                allowed="samples that all have the same parts",
-                do="write the shards again, or give data.path only those that belong together",
-            )
+    def divided(self, share: float) -> tuple[Numbers, Numbers]:
+        """Return the numbers of the samples for training, and of those for validation."""
+        return divided(self.index, share, lambda index: place_of(self.key(index)))
 
-    def _kind(self, row: ShardRow) -> tuple[bool, bool]:
-        return "label" in self.parts and row.label >= 0, "mask" in self.parts and row.mask >= 0
+    def _checked_kinds(self) -> tuple[bool, bool]:
+        """Return whether samples have a label and a mask that are asked for.
+
+        Raise BadData unless all samples have the same: a batch cannot have labels for some.
+        """
+        kinds, found = self.index.table["kinds"], []
+        for part, some, without in (("label", SOME_LABELS, SOME_UNLABELLED), ("mask", SOME_MASKS, SOME_UNMASKED)):
+            has = [(kinds & one).any() for one in (some, without)]
+            if all(has) and part in self.parts:
+                one, other = (self._first_with(part, present) for present in (True, False))
+                raise BadData(
+                    f"{self.name(min(one, other))} and {self.name(max(one, other))} differ in having a label or a mask",
+                    allowed="samples that all have the same parts",
+                    do="write the shards again, or give data.path only those that belong together",
+                )
+            found.append(bool(has[0]) and part in self.parts)
+        return found[0], found[1]
+
+    def _first_with(self, part: str, present: bool) -> int:
+        some, without = (SOME_LABELS, SOME_UNLABELLED) if part == "label" else (SOME_MASKS, SOME_UNMASKED)
+        shard = int(np.argmax(self.index.table["kinds"] & (some if present else without) != 0))
+        has = self.index.labels(shard) >= 0 if part == "label" else self.index.has_masks(shard)
+        return self.index.first(shard) + int(np.argmax(has == present))
 
     def _class_names(self) -> list[str]:
         """Return the lines of `classes.txt` beside the shards or one folder up; else the numbers."""
-        most = max(row.label for shard in self._shards for row in shard.rows)
-        for folder in (self.paths[0].parent, self.paths[0].parent.parent):
+        most = int(self.index.table["largest"].max())
+        first = self.path(0).parent
+        for folder in (first, first.parent):
             listed = folder / "classes.txt"
             if listed.is_file() and listed.stat().st_size < 2**20:
                 names = _lines(listed)
                 if len(names) > most:
                     return names
         return [str(number) for number in range(most + 1)]
+
+    def _checked_label(self, content: bytes, index: int) -> int:
+        """Return the label that the shard holds; raise BadData where its index has another."""
+        row = self.index.row(index)
+        content = content.split(b"\0", 1)[0]
+        try:
+            label = label_in(content, "")
+        except DamagedTar:
+            label = NONE
+        if label != row.label:
+            raise BadData(
+                f"{self.name(index)} has the label {label if label >= 0 else content!r} in its shard, and {row.label} "
+                "in the index of it: the shard was written again, and kept its size and times",
+                allowed="shards that do not change after they were indexed",
+                do=f"rm {self.index.path}, and start the same command again",
+            )
+        return label
+
+
+def _built(shards: ShardSet) -> ShardIndex:
+    if sum(state.size for state in shards.states) < LONG_SCAN:
+        return build_index(shards, lambda done, of: None)
+    from halfstep.terminal import progress  # here, because rich takes a while to import
+
+    with progress("indexing the shards", "MB") as on_progress:
+        return build_index(shards, on_progress)
+
+
+def shards_at(root: str | Path) -> ShardSet:
+    """Return the shards of a folder, a file or a pattern; raise BadData where there is none."""
+    paths = shard_paths(root)
+    try:
+        return ShardSet.of(paths)
+    except OSError as error:
+        raise BadData(
+            f"the shards of {root} cannot be looked at: {error}",
+            allowed="a folder of .tar files that this user can read",
+            do="check data.path",
+        ) from error
 
 
 def _lines(listed: Path) -> list[str]:
@@ -387,15 +354,35 @@ def shard_paths(root: str | Path) -> list[Path]:
         paths = [given]
     else:
         folder = existing(given, "the folder of shards")
-        paths = [folder / name for name in files(folder, (".tar",))]
+        paths = [folder / name for name in files(folder, (".tar",))] or _parquet_files(folder)
+        packed = [] if paths else files(folder, (".tar.gz", ".tgz"))
+        if packed:
+            raise BadData(
+                f"{root} holds compressed shards, such as {packed[0]}, which cannot be read by offset",
+                allowed="plain .tar files: images do not become smaller by compression",
+                do=f"gunzip {folder / packed[0]}, and the others likewise",
+            )
     missing = [path for path in paths if not path.is_file()]
     if missing or not paths:
         raise BadData(
-            f"{missing[0]} is not there" if missing else f"{root} holds no .tar file",
-            allowed="a folder of .tar files, one of them, or a pattern such as train-{000..003}.tar",
+            f"{missing[0]} is not there" if missing else f"{root} holds no .tar or {PARQUET} file",
+            allowed="a folder of .tar or .parquet files, one of them, or a pattern such as train-{000..003}.tar",
             do="check data.path",
         )
     return paths
+
+
+def _parquet_files(folder: Path) -> list[Path]:
+    """Return the Parquet files of a folder; raise BadData where they are those of several splits."""
+    names = files(folder, (PARQUET,))
+    splits = sorted({name.partition("-")[0] for name in names} & SPLITS)
+    if len(splits) > 1:
+        raise BadData(
+            f"{folder} holds Parquet files of several splits: {', '.join(splits)}",
+            allowed="a folder for each split",
+            do=" && ".join(f"mkdir {folder / one} && mv {folder}/{one}-*{PARQUET} {folder / one}" for one in splits),
+        )
+    return [folder / name for name in names]
 
 
 def _count(ranges: list[tuple[str, str]]) -> float:
@@ -420,19 +407,3 @@ def _expanded(pattern: str) -> list[str]:
         between[0] + "".join(number + after for number, after in zip(chosen, between[1:], strict=True))
         for chosen in product(*numbers)
     ]
-
-
-def _checked_label(content: bytes, row: ShardRow, name: str) -> int:
-    """Return the label that the shard holds; raise BadData where its index has another."""
-    try:
-        label = _label(content, name)
-    except tarfile.TarError:
-        label = _NONE
-    if label != row.label:
-        raise BadData(
-            f"{name} has the label {label if label >= 0 else content!r} in its shard, and {row.label} in the cached "
-            "index of it: the shard was written again, and kept its size and times",
-            allowed="shards that do not change after they were indexed",
-            do=f"rm -r {cache_folder() / 'shards'}, and start the same command again",
-        )
-    return label

@@ -98,6 +98,11 @@ class DataOptions(Section):
 
     split: Literal["exact", "by_place"] | None = None
     """How a share in `val` is taken: `exact` below 1,000 samples; `by_place`, as earlier runs do, by a hash alone."""
+    window: PositiveInt | Literal["auto", "all"] | None = None
+    """shards: how many chunks of neighboring samples are mixed at a time, for slow disks; `all` mixes single samples of
+    the whole set, and `auto` what fits a quarter of the memory. Default: all."""
+    verify: Literal["all", "sampled", "off"] = "sampled"
+    """shards: which samples are compared with their digests as they are read; `sampled` is 1 in 64."""
     bad_samples: NonNegativeInt = 10
     """Unreadable samples that are replaced by others before the run ends with an error."""
     timeout: Annotated[float, Field(ge=0.0, le=MOST_SECONDS)] = 120.0

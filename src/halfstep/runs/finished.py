@@ -226,6 +226,9 @@ def rebuilding(folder: Path, own: Callable[[], type[Task]] | None) -> Build:
     def build(where: Path, auto_choices: AutoChoices | None, remedies: Remedies | None) -> Loop:
         kind = own() if own else task_class(str(found.raw.get("task")))
         recipe = validated(found.raw, kind.schema, str(folder / RECIPE))
-        return make_loop(kind(recipe), recipe, where, Journal(), auto_choices=auto_choices, remedies=remedies)
+        order = auto_choices.order if auto_choices else None
+        return make_loop(
+            kind(recipe), recipe, where, Journal(), auto_choices=auto_choices, remedies=remedies, order=order
+        )
 
     return build

@@ -131,6 +131,7 @@ def launch(
                     journal,
                     auto_choices=found.auto_choices_for(recipe) if found else None,
                     remedies=found.remedies_for(recipe) if found else None,
+                    order=found.order_for(recipe) if found else None,
                     stopping=session.stopping,
                     on_progress=on_progress,
                     beat=session.beat,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,12 @@ from halfstep.terminal import progress
 if TYPE_CHECKING:
     from halfstep.checkpoint.paths import CheckpointDir
     from halfstep.checkpoint.reading import CheckpointVerdict
+    from halfstep.runs.data_check import VerifiedData
     from halfstep.train.resume_proof import Proof
     from halfstep.train.task import Task
 
 TRIES = 10
+MOST_CHANGES = 20
 BRIEF = 0.05
 """Seconds below which a throughput is mostly noise."""
 
@@ -28,6 +30,7 @@ def verify(
     run: str | os.PathLike[str],
     *,
     resume_steps: int | None = None,
+    data: bool = False,
     task: type[Task] | str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
     """Check every byte of a run's checkpoints. Changes nothing, also while the run is training.
@@ -36,11 +39,12 @@ def verify(
         run: The folder of a run.
         resume_steps: Also prove that a resume is exact: train k + k steps and 2k steps in a temporary folder, and
             compare them bit by bit.
+        data: Also compare the data with the newest checkpoint, and every byte of its shards with their index.
         task: The class of a task of your own, or its file, which the proof trains with.
 
     Returns:
-        The checkpoints, newest first. Problems are in `error` and are not raised: damaged checkpoints, a resume that is
-        not exact, or a proof for a run of several processes.
+        The checkpoints, newest first. Problems are in `error` and are not raised: damaged checkpoints, other data, a
+        resume that is not exact, or a proof for a run of several processes.
 
     Raises:
         BadData: The folder holds no run.
@@ -48,13 +52,16 @@ def verify(
     """
     folder = Path(os.path.expanduser(run))
     result = read_all(folder)
-    error, proof = _damage(folder, result), None
+    error, proof, found = _damage(folder, result), None, None
+    if data and error is None:
+        found = _check_data(folder, result.verdicts[0].generation, task)
+        error = _other_data(found)
     if resume_steps is not None and error is None:
         error = _several_processes(folder, result)
         if error is None:
             proof = _prove(folder, result.verdicts, resume_steps, task)
             error = _not_exact(proof)
-    return _described(folder, result, error, proof)
+    return replace(_described(folder, result, error, proof), data=found)
 
 
 # -- every byte -------------------------------------------------------------------------------------------------------
@@ -204,6 +211,27 @@ def _described(folder: Path, result: VerifiedRun, error: HalfstepError | None, p
     speed = ReadSpeed(result.bytes, result.seconds, per_second, limit, *parts)
     aside = tuple(path.name for path in set_aside(folder / CHECKPOINTS))
     return VerifyReport(folder, tuple(checkpoints), newest, aside, speed, error, proof)
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def _check_data(folder: Path, newest: CheckpointDir, task: type[Task] | str | os.PathLike[str] | None) -> VerifiedData:
+    from halfstep.runs.data_check import check_data
+    from halfstep.runs.registry import own_task
+
+    with progress("reading", "shards") as on_progress:
+        return check_data(folder, newest, own_task(task) if task is not None else None, on_progress)
+
+
+def _other_data(found: VerifiedData) -> BadData | None:
+    if not found.changes:
+        return None
+    return BadData(
+        "\n    ".join(["the data is not what the run began with:", *found.changes[:MOST_CHANGES]]),
+        allowed="data as it was when the run began",
+        do="bring it back from a copy; halfstep verify RUN --data --json lists all changes",
+    )
 
 
 # -- k + k = 2k -------------------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from halfstep.draw.notebook import ShownAsPage
 from halfstep.errors import HalfstepError
 from halfstep.json_data import json_data
-from halfstep.numbers import size
+from halfstep.numbers import several, size
 from halfstep.page import Block, Page, Paragraph, Span, finding_box
 from halfstep.printable import in_line
 
 if TYPE_CHECKING:
+    from halfstep.runs.data_check import VerifiedData
     from halfstep.train.resume_proof import Proof
 
 
@@ -65,12 +66,16 @@ class VerifyReport(ShownAsPage):
     proof: Proof | None = None
     """The comparison of k + k steps with 2k; None where it was not asked for, or a checkpoint is damaged."""
 
+    data: VerifiedData | None = None
+    """The data of the run, compared; None where it was not asked for, or a checkpoint is damaged."""
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, without the error, with which the command ends."""
         found = {name: getattr(self, name) for name in ("run", "checkpoints", "newest_whole", "set_aside")}
         proof = self.proof
         told = {"proof": {**json_data(proof), "losses": len(proof.losses), "equal": proof.equal}} if proof else {}
-        return {**found, **json_data(self.speed), **told}
+        seen = {"data": json_data(self.data)} if self.data else {}
+        return {**found, **json_data(self.speed), **seen, **told}
 
     def page(self) -> Page:
         """Return the page of everything that was checked, and of the error."""
@@ -98,9 +103,19 @@ class VerifyReport(ShownAsPage):
             blocks.append(Paragraph(Span(words, "dim"), wrap=False))
         if self.speed.bytes:
             blocks.append(Paragraph(str(self.speed), wrap=False))
+        if self.data is not None and not self.data.changes:
+            blocks.append(_data_line(self.data))
         if self.proof is not None and self.proof.equal:
             blocks.append(_proof_line(self.proof))
         return Page(f"checkpoints of {self.run}", tuple(blocks))
+
+
+def _data_line(found: VerifiedData) -> Paragraph:
+    if not found.shards:
+        words = ("data: ", Span("as the newest checkpoint has it", "good"), "; it has no index, and was not read whole")
+        return Paragraph(words, wrap=False)
+    counts = f": {several(found.samples, 'sample')} in {several(found.shards, 'shard')}, {size(found.bytes)}"
+    return Paragraph(("data: ", Span("as it was indexed", "good"), counts), wrap=False)
 
 
 def _proof_line(proof: Proof) -> Paragraph:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep._version import __version__, installed_version
+from halfstep.data.order import RANDPERM, SavedOrder
 from halfstep.errors import StateMismatch, same_keys
 from halfstep.precision import flags
 from halfstep.precision.hardware import describe
@@ -108,6 +109,8 @@ class AutoChoices:
     num_workers: int
     plan: Mapping[str, object] | None = None
     """Other measured choices, by name."""
+    order: SavedOrder = RANDPERM
+    """The order of the samples; checkpoints of earlier versions have none."""
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for a checkpoint."""
@@ -116,8 +119,10 @@ class AutoChoices:
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> AutoChoices:
         """Build it from `as_dict`; raise StateMismatch where keys differ."""
-        same_keys("the automatic choices", [*cls.__dataclass_fields__], state)
-        return cls(**{**state, "reasons": tuple(state["reasons"])})
+        given = {"order": asdict(RANDPERM), **state}
+        same_keys("the automatic choices", [*cls.__dataclass_fields__], given)
+        same_keys("the order of the samples", [*SavedOrder.__dataclass_fields__], given["order"])
+        return cls(**{**given, "reasons": tuple(given["reasons"]), "order": SavedOrder(**given["order"])})
 
 
 class GeneratorStates(TypedDict):

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
 import torch
 
 from halfstep import distributed
-from halfstep.data.dataset import Collate, Order, Samples, Source, ValSamples, names_files, notices_changes
+from halfstep.data.dataset import (
+    Collate,
+    Order,
+    Samples,
+    Source,
+    ValSamples,
+    names_files,
+    notices_changes,
+    number_in_index,
+    seal_of,
+)
 from halfstep.data.fingerprint import Fingerprint, fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
+from halfstep.data.order import RANDPERM, SavedOrder
 from halfstep.data.recorded_files import RecordedFiles
 from halfstep.errors import BadData, RanksDisagree
+from halfstep.launch_variables import launched_rank
 from halfstep.train.machine import cores, cores_each
 from halfstep.train.setup import AnyRecipe
 from halfstep.train.signals import stop_at_once
@@ -31,11 +43,14 @@ class Loaders:
     val: ValLoader
     workers: int
     data_fingerprint: Fingerprint
+    order: SavedOrder
     notes: list[str] = field(default_factory=list)
 
 
-def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None = None) -> Loaders:
-    """Return the loaders of this rank; `workers` is what `auto` resolved to when the run began.
+def make_loaders(
+    task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None = None, order: SavedOrder | None = None
+) -> Loaders:
+    """Return the loaders of this rank; `workers` and `order` are what was chosen when the run began.
 
     Raises BadData for an empty split, and RanksDisagree where ranks see different data.
     """
@@ -43,7 +58,9 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: i
     source = distributed.fail_together(lambda: _at_once(lambda: _filled(task, "train")))
     # Before anything is divided: a rank with other samples would leave the others waiting.
     _same_everywhere(source, distributed.fail_together(lambda: _at_once(lambda: _filled(task, "val"))))
-    train, reason = _train_loader(source, task, recipe, device, workers)
+    chosen = order or _chosen_order(source, recipe)
+    train, reason = _train_loader(source, task, recipe, device, workers, chosen)
+    notes = [*([reason] if reason else []), *_watch_shards(train, source, recipe, chosen)]
     val = make_val_loader(task, recipe, device, train.workers)
     # Before the contents are read: what changes in between is noticed.
     recorded = distributed.fail_together(lambda: _at_once(lambda: _recorded(train.samples, val.samples)))
@@ -51,21 +68,48 @@ def make_loaders(task: Task, recipe: AnyRecipe, device: torch.device, workers: i
     for files, part in zip(recorded, data_fingerprint.parts, strict=True):
         if files is not None:
             files.take_contents(part)
-    return Loaders(train, val, train.workers, data_fingerprint, [reason] if reason else [])
+    return Loaders(train, val, train.workers, data_fingerprint, chosen, notes)
 
 
 def make_train_loader(task: Task, recipe: AnyRecipe, device: torch.device) -> TrainLoader:
     """Return a training loader for use without a run; the data is not fingerprinted."""
-    return _train_loader(_filled(task, "train"), task, recipe, device, None)[0]
+    source = _filled(task, "train")
+    return _train_loader(source, task, recipe, device, None, _chosen_order(source, recipe))[0]
+
+
+def _chosen_order(source: Source, recipe: AnyRecipe) -> SavedOrder:
+    """Return the order of a new run; rank 0 chooses it, since it may depend on the memory."""
+    if seal_of(source) is None and recipe.data.window in (None, "all"):
+        return RANDPERM
+    from halfstep.data.choose_order import choose_order  # here, because folders need no index
+
+    batch = recipe.train.batch_size * recipe.train.microbatches * distributed.size()
+    nodes = max(1, distributed.size() // (launched_rank().local_world_size or 1))
+    given = (source, recipe.data.window, batch, nodes, distributed.size())
+    return SavedOrder(**distributed.rank_zero_or_raise(lambda: asdict(choose_order(*given))))
+
+
+def _watch_shards(train: TrainLoader, source: Source, recipe: AnyRecipe, order: SavedOrder) -> list[str]:
+    """Let shards be verified in the background, and their chunks be announced; return a note on their order."""
+    if (seal := seal_of(source)) is None:
+        return []
+    from halfstep.data.choose_order import order_notes  # here, because folders need no index
+    from halfstep.data.shard_bytes import Announcer
+    from halfstep.data.shard_check import BackgroundCheck
+
+    shards = seal.shards
+    train.background = BackgroundCheck(shards, recipe.train.seed or 0, distributed.rank(), distributed.size())
+    train.announce = Announcer(lambda chunk: shards.parts_of(number_in_index(source, n) for n in range(*chunk)))
+    return order_notes(order, source, train.share.window)
 
 
 def _train_loader(
-    source: Source, task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None
+    source: Source, task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None, saved: SavedOrder
 ) -> tuple[TrainLoader, str]:
     """Return the loader, and why it has its number of workers."""
     train, seed = recipe.train, recipe.train.seed or 0
     samples = Samples(source, functools.partial(task.transform, "train"), seed)
-    order = Order(len(source), seed)
+    order = saved.of(len(source), seed, train.batch_size * train.microbatches * distributed.size())
     collate = functools.partial(task.collate, "train")
     workers, reason = _workers(samples, order, collate, recipe, device, workers)
     loader = TrainLoader(
@@ -140,7 +184,7 @@ def _recorded(*both: Samples | ValSamples) -> list[RecordedFiles | None]:
 def _fingerprint(*sources: Source) -> Fingerprint:
     """Return the fingerprint, read by rank 0 for all: the ranks divide the same samples."""
     found = distributed.rank_zero_or_raise(lambda: _at_once(lambda: fingerprint(*sources).as_dict()))
-    return Fingerprint.from_dict(found)
+    return replace(Fingerprint.from_dict(found), sources=sources)
 
 
 def _workers(

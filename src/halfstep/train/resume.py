@@ -21,6 +21,7 @@ from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk, swe
 from halfstep.checkpoint.reading import Like, newest_intact, none_intact, read_plain, read_tensors
 from halfstep.checkpoint.sealed import Manifest, read_manifest
 from halfstep.data.dataset import derive
+from halfstep.data.order import SavedOrder
 from halfstep.errors import StateMismatch, WrongUse, add_option, option
 from halfstep.files import draft_of
 from halfstep.guard.repair.remedies import Remedies
@@ -85,6 +86,11 @@ class FoundCheckpoint:
     def auto_choices_for(self, recipe: AnyRecipe) -> AutoChoices | None:
         """Return the automatic choices, unless the requested precision has changed: then they are made again."""
         return self.auto_choices if self._has_precision_of(recipe) else None
+
+    def order_for(self, recipe: AnyRecipe) -> SavedOrder | None:
+        """Return the order of the samples, unless another window is requested: then it is chosen again."""
+        is_same = self.without_tensors("recipe").get("data", {}).get("window") == recipe.data.window
+        return self.auto_choices.order if is_same else None
 
     def remedies_for(self, recipe: AnyRecipe) -> Remedies | None:
         """Return the remedies of the run's guard; None for another precision, which they were not made for."""

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from halfstep import distributed
 from halfstep._version import __version__
 from halfstep.checkpoint.commit import LEAVING, Saver
 from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.data.order import SavedOrder
 from halfstep.draw.notebook import ShownAsPage
 from halfstep.draw.series import series_of
 from halfstep.errors import BadRecipe, Diverged, HalfstepError, RankFailed, RanksDisagree, Stopped
@@ -197,14 +198,16 @@ def make_loop(
     *,
     auto_choices: AutoChoices | None = None,
     remedies: Remedies | None = None,
+    order: SavedOrder | None = None,
     stopping: Stopping | None = None,
     on_progress: OnProgress = no_progress,
     beat: Beat = no_beat,
 ) -> Loop:
     """Build everything for a run without taking a step.
 
-    `auto_choices` is what an earlier launch of this run measured, and `remedies` what its guard had placed. With
-    `auto_choices`, the weights come from a checkpoint. `beat` is called with everything that the loop does.
+    `auto_choices` is what an earlier launch of this run measured, `remedies` what its guard had placed, and `order` the
+    order of its samples. With `auto_choices`, the weights come from a checkpoint. `beat` is called with everything that
+    the loop does.
     """
     stopping = stopping or Stopping()
     starting = recipe
@@ -213,7 +216,7 @@ def make_loop(
         starting = task.recipe = without_weights(recipe)
     device = device_of(recipe.train.device)
     beat("reading the data", 0)
-    loaders = make_loaders(task, recipe, device, auto_choices.num_workers if auto_choices else None)
+    loaders = make_loaders(task, recipe, device, auto_choices.num_workers if auto_choices else None, order)
     _leave_if_asked(stopping)
     per_epoch = loaders.train.steps_per_epoch
     total = planned_steps(recipe, per_epoch)
@@ -250,7 +253,10 @@ def make_loop(
             folder, journal, recipe.run.pictures, infinite_buffers(parts.model), recipe.run.pictures_kept
         ),
         telemetry=Telemetry(device).read,
-        auto_choices=auto_choices or AutoChoices(parts.choice.precision.name, parts.choice.reasons, loaders.workers),
+        auto_choices=replace(
+            auto_choices or AutoChoices(parts.choice.precision.name, parts.choice.reasons, loaders.workers),
+            order=loaders.order,
+        ),
         data_fingerprint=loaders.data_fingerprint,
         saver=Saver(
             folder / CHECKPOINTS, keep=options.keep, party=distributed.RankGroup(), background=options.background

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfstep.data.dataset import BadSample, Source, split
 from halfstep.data.embeddings import Embedded
 from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, Images, folders_under
 from halfstep.data.image_files import existing, files, folders, image_files
 from halfstep.data.layout import HELD_OUT, data_place
-from halfstep.data.movi import MoviShards
-from halfstep.data.shards import Shards
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps, SpriteStamps, Stamps
 from halfstep.data.synthetic.radio_maps import RadioMaps
 from halfstep.data.synthetic.shapes import ShapeLabels, ShapeMasks, ShapePictures
 from halfstep.data.video import SUFFIXES, FrameFolders, VideoFiles, Windows, mask_folder, split_recordings
 from halfstep.errors import BadData, BadRecipe
 from halfstep.train.task import Split
+
+if TYPE_CHECKING:
+    from halfstep.data.movi import MoviShards
+    from halfstep.data.shards import Shards
 
 CLIPS = f"a folder of frames or of such folders; a video or a folder of them ({', '.join(SUFFIXES)})"
 """The inputs of `clips_in`, in words."""
@@ -74,6 +76,8 @@ def _movi(data: Any) -> dict[Split, Source]:
 
 
 def _movi_shards(data: Any, split: Split) -> MoviShards:
+    from halfstep.data.movi import MoviShards  # here, because folders need no shards
+
     named = data.val if split == "val" and isinstance(data.val, str) else "train"
     return MoviShards(data_place(data.path), named)
 
@@ -107,8 +111,14 @@ def masked(data: Any) -> dict[Split, Source]:
 
     if data.name == "shapes":
         return shared(drawn_masks(data), data)
-    make: Make = pairs if data.name == "pairs" else lambda root: Shards(root, data.channels, **meaning)
+    make: Make = pairs if data.name == "pairs" else lambda root: _shards(root, data, **meaning)
     return _complete(both(data, make), "mask")
+
+
+def _shards(root: Path, data: Any, **more: Any) -> Shards:
+    from halfstep.data.parquet_shards import open_shards  # here, because folders need no shards
+
+    return open_shards(root, data.channels, verify=data.verify, **more)
 
 
 def drawn_masks(data: Any) -> ShapeMasks:
@@ -138,7 +148,7 @@ def labelled(data: Any, known: Sequence[str] = ()) -> tuple[dict[Split, Source],
         return found
 
     def shards(root: Path) -> Source:
-        found = Shards(root, data.channels, parts=("label",))
+        found = _shards(root, data, parts=("label",))
         # Both splits use the same class numbers (classes.txt, or the numbers themselves); the longer list has all
         # names.
         names.extend(found.classes[len(names) :])
@@ -195,7 +205,7 @@ def _possible(data: Any, condition: str) -> None:
 def _images(root: Path, data: Any, condition: str) -> Source:
     """Return the images below a folder, without other parts of a sample that are not needed."""
     if data.name == "shards":
-        return Shards(root, data.channels, parts=())
+        return _shards(root, data, parts=())
     if data.name == "folder":
         return Images(root, data.channels)
     if condition != "image":

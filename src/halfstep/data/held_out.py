@@ -1,0 +1,126 @@
+"""The validation share of an indexed set without a list: one bit for each sample, and a count every 4,096. No torch."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from halfstep.data.shard_index import ShardIndex
+from halfstep.files import cache_folder, renaming
+
+EVERY = 4096
+"""Samples per count."""
+_MAGIC = b"halfstep share 1"
+_HEAD = struct.Struct("<16sQd32s16s")
+
+
+class Numbers(Sequence[int]):
+    """The numbers of the samples on one side of a share, in order."""
+
+    def __init__(self, bits: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], samples: int, held_out: bool) -> None:
+        self._bits, self._held_out, self.samples = bits, held_out, samples
+        """A bit for each sample; those after the last are on neither side."""
+        starts = np.minimum(np.arange(len(counts), dtype=np.int64) * EVERY, samples)
+        self._counts = counts if held_out else starts - counts
+        """The samples of this side before each block, and all of them at the end."""
+
+    def __len__(self) -> int:
+        return int(self._counts[-1])
+
+    @overload
+    def __getitem__(self, number: int) -> int: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[int]: ...
+    def __getitem__(self, number: int | slice) -> int | list[int]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        number += len(self) if number < 0 else 0
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        block = int(self._counts.searchsorted(number, "right")) - 1
+        bits = np.unpackbits(self._bits[block * EVERY // 8 : (block + 1) * EVERY // 8], bitorder="little")
+        found = np.flatnonzero(bits if self._held_out else bits == 0)
+        return block * EVERY + int(found[number - int(self._counts[block])])
+
+    @property
+    def digest(self) -> str:
+        """Digits that stand for the share and the side."""
+        return blake2b(bytes([self._held_out]) + bytes(self._bits), digest_size=8).hexdigest()
+
+
+def divided(index: ShardIndex, share: float, exact_place: Callable[[int], float]) -> tuple[Numbers, Numbers]:
+    """Return the numbers for training and for validation: those that `layout.held_out_by_place` chooses.
+
+    `exact_place` is asked for the few samples whose position the index does not tell apart from the share.
+    """
+    name = f"val-{share!r}"
+    kept = [] if index.path is None else [index.path.with_name(f"{index.path.name}.{name}")]
+    kept.append(cache_folder() / "shards" / f"{index.seal[:32]}.{name}")
+    bits = next((found for path in kept if (found := _read(path, index, share)) is not None), None)
+    if bits is None:
+        bits = _chosen(index, share, exact_place)
+        for path in kept:
+            with suppress(OSError):
+                _keep(path, index, share, bits)
+                break
+    ones = np.add.reduceat(_ONES[bits], np.arange(0, len(bits), EVERY // 8), dtype=np.int64)
+    counts = np.concatenate([[0], np.cumsum(ones)])
+    return Numbers(bits, counts, len(index), held_out=False), Numbers(bits, counts, len(index), held_out=True)
+
+
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1).astype(np.uint16)
+
+
+def _chosen(index: ShardIndex, share: float, exact_place: Callable[[int], float]) -> np.ndarray[Any, Any]:
+    bits = np.zeros(-(-len(index) // EVERY) * EVERY // 8, np.uint8)
+    threshold = int(share * 2**32)
+    smallest: tuple[float, int] = (2.0**32, 0)
+    largest: tuple[float, int] = (-1.0, 0)
+    count = 0
+    for shard in range(len(index.names)):
+        first, places = index.first(shard), index.places(shard)
+        chosen = places < threshold
+        # The index has half of a position: where that half is equal, or a float would be, the name decides.
+        for number in np.flatnonzero((places == threshold) | (places == threshold - 1)).tolist():
+            chosen[number] = exact_place(first + number) < share
+        # A shard begins within a byte of the bits.
+        packed = np.packbits(np.concatenate([np.zeros(first % 8, bool), chosen]), bitorder="little")
+        bits[first // 8 : first // 8 + len(packed)] |= packed
+        count += int(chosen.sum())
+        low, high = int(places.argmin()), int(places.argmax())
+        smallest = min(smallest, (float(places[low]), first + low))
+        largest = max(largest, (float(places[high]), -first - high))
+    # Neither side is empty: where chance leaves one so, the nearest sample is moved there.
+    if count in (0, len(index)):
+        moved = smallest[1] if count == 0 else -largest[1]
+        bits[moved // 8] ^= 1 << moved % 8
+    return bits
+
+
+def _head(index: ShardIndex, share: float, bits: np.ndarray[Any, Any]) -> bytes:
+    digest = blake2b(bits.tobytes(), digest_size=16).digest()
+    return _HEAD.pack(_MAGIC, len(index), share, bytes.fromhex(index.seal), digest)
+
+
+def _keep(path: Path, index: ShardIndex, share: float, bits: np.ndarray[Any, Any]) -> None:
+    with renaming(path) as draft:
+        draft.write_bytes(_head(index, share, bits) + bits.tobytes())
+
+
+def _read(path: Path, index: ShardIndex, share: float) -> np.ndarray[Any, Any] | None:
+    """Return the bits of a share, mapped; None where they are missing, damaged, or of another index or share."""
+    try:
+        if os.path.getsize(path) != _HEAD.size + -(-len(index) // EVERY) * EVERY // 8:
+            return None
+        bits = np.memmap(path, np.uint8, "r", _HEAD.size)
+        with open(path, "rb") as file:
+            return bits if file.read(_HEAD.size) == _head(index, share, bits) else None
+    except (OSError, ValueError):
+        return None

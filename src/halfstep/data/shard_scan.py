@@ -1,0 +1,212 @@
+"""Scan a shard once: the place, label and digest of each of its samples, as columns. Imports no torch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfstep.data.image_files import MOST_BYTES, SUFFIXES
+from halfstep.data.layout import PLACE_PERSON
+from halfstep.data.tar_members import BLOCK, DamagedTar, Member, TarReader, opened_tar
+from halfstep.errors import BadData
+
+LAYOUT = "a plain, whole .tar of 0001.jpg with 0001.cls, or 0001.jpg with 0001.mask.png"
+LARGEST_LABEL = 1_000_000
+"""A larger label is a date or an id: the model would have an output for every number below it."""
+LONGEST_LABEL = 20
+"""Bytes of a label's file: anything longer is no class number, and is not read."""
+NONE = -1
+MASK_PERSON = b"halfstep mask"
+_IMAGE, _MASK, _LABEL = range(3)
+_PARTS = {suffix[1:].encode(): _IMAGE for suffix in SUFFIXES} | {b"mask.png": _MASK, b"seg.png": _MASK, b"cls": _LABEL}
+_MOST_PARTS = 1000
+_LARGEST_SHARD = 2**32 * BLOCK
+_MOST_SIZE = 2**32 - 1
+Column = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """The samples of a shard in order, as columns; -1 for what a sample does not have."""
+
+    size_of_shard: int
+    image: Column
+    image_size: Column
+    label: Column
+    place: Column
+    """The position of each sample, a hash of its name: the upper half of `layout.place_of`."""
+    digest: Column
+    mask: Column
+    mask_size: Column
+    label_at: Column
+
+    def __len__(self) -> int:
+        return len(self.image)
+
+
+def not_a_shard(shard: Path, reason: str, allowed: str = LAYOUT) -> BadData:
+    """Return the error for a shard that cannot be used; it names the command that unpacks a compressed one."""
+    with suppress(OSError), open(shard, "rb") as file:
+        if file.read(2) == b"\x1f\x8b":
+            return BadData(
+                f"the shard {shard} cannot be used: it is compressed, and a compressed file cannot be read by offset",
+                allowed=allowed,
+                do=f"mv {shard} {shard}.gz && gunzip {shard}.gz",
+            )
+    return BadData(f"the shard {shard} cannot be used: {reason}", allowed=allowed, do="write the shard again")
+
+
+def scan_shard(shard: Path, is_stopped: Callable[[], bool] = lambda: False) -> ShardRows:
+    """Read a shard once; raise BadData, with its name, where it is no tar or a sample cannot be used."""
+    try:
+        if shard.suffix == ".parquet":
+            from halfstep.data.parquet import scan_parquet  # here, because it builds on the rows of this module
+
+            return scan_parquet(shard)
+        with opened_tar(shard) as tar:
+            return _scanned(tar, shard, is_stopped)
+    except DamagedTar as error:
+        raise not_a_shard(shard, str(error)) from None
+    except OSError as error:
+        raise not_a_shard(shard, error.strerror or type(error).__name__) from error
+
+
+class _Columns:
+    """The columns of a shard while it is read: a few numbers a sample, and no object."""
+
+    def __init__(self) -> None:
+        self.begin, self.name_hash = array("Q"), array("Q")
+        self.image_digest, self.mask_digest = array("Q"), array("Q")
+        self.image, self.image_size, self.mask, self.mask_size = array("q"), array("q"), array("q"), array("q")
+        self.label, self.label_at = array("q"), array("q")
+
+    def add(self, begin: int, name_hash: int) -> None:
+        self.begin.append(begin)
+        self.name_hash.append(name_hash)
+        self.image_digest.append(0)
+        self.mask_digest.append(0)
+        for column in (self.image, self.image_size, self.mask, self.mask_size, self.label, self.label_at):
+            column.append(NONE)
+
+
+def _scanned(tar: TarReader, shard: Path, is_stopped: Callable[[], bool]) -> ShardRows:
+    if tar.size > _LARGEST_SHARD:
+        raise DamagedTar(f"{tar.size:,} bytes, more than {_LARGEST_SHARD:,}")
+    rows, last, seen = _Columns(), None, set[bytes]()
+    start = blake2b(shard.name.encode("utf-8", "surrogateescape") + b"/", digest_size=8, person=PLACE_PERSON)
+    for member in tar.members():
+        if is_stopped():
+            raise CancelledError
+        folder, _, file = member.name.rpartition(b"/")
+        stem, _, kind = file.partition(b".")
+        # WebDataset's convention: the key ends at the first dot of the file name.
+        key = folder + b"/" + stem if folder else stem
+        if not stem or b"\n" in key:
+            continue
+        if key != last:
+            name_hash = start.copy()
+            name_hash.update(key)
+            rows.add(member.begin, int.from_bytes(name_hash.digest(), "big"))
+            last = key
+            seen.clear()
+        if member.name in seen:
+            raise DamagedTar(f"two members are called {shown(member.name)}")
+        seen.add(member.name)
+        if len(seen) > _MOST_PARTS:
+            raise DamagedTar(f"the sample {shown(key)!r} has more than {_MOST_PARTS:,} members")
+        part = _PARTS.get(kind) if kind in _PARTS else _PARTS.get(kind.lower())
+        if part is not None:
+            _note(tar, rows, part, member)
+    if not rows.begin:
+        raise DamagedTar("no sample in it")
+    return _joined(tar, rows)
+
+
+def _note(tar: TarReader, rows: _Columns, part: int, member: Member) -> None:
+    _, name, at, size = member
+    if part == _LABEL:
+        rows.label[-1] = label_in(tar.read(at, size) if 0 < size <= LONGEST_LABEL else b"", shown(name))
+        rows.label_at[-1] = at
+        return
+    readable = size <= MOST_BYTES  # a larger one is a bad sample, and is not read
+    if part == _MASK:
+        rows.mask[-1], rows.mask_size[-1] = at, min(size, _MOST_SIZE)
+        rows.mask_digest[-1] = tar.digest(at, size, MASK_PERSON) if readable else 0
+    else:
+        rows.image[-1], rows.image_size[-1] = at, min(size, _MOST_SIZE)
+        rows.image_digest[-1] = tar.digest(at, size) if readable else 0
+
+
+def label_in(content: bytes, name: str) -> int:
+    """Return the class number that a label's file holds; raise DamagedTar where it holds none."""
+    text = content.decode("ascii", "replace").strip()
+    if not text.isdecimal():
+        raise DamagedTar(f"{name} holds no class number")
+    if int(text) > LARGEST_LABEL:
+        raise DamagedTar(f"{name} holds the class number {int(text)}, more than {LARGEST_LABEL:,}")
+    return int(text)
+
+
+def shown(name: bytes) -> str:
+    """Return the name of a member as text."""
+    return name.decode("utf-8", "surrogateescape")
+
+
+def key_at(tar: TarReader, begin: int, image: int | None = None) -> str:
+    """Return the key of the member whose headers begin at a byte, or of a later one whose content is at `image`."""
+    for member in tar.members(begin):
+        if image is None or member.at == image:
+            folder, _, file = member.name.rpartition(b"/")
+            stem = file.partition(b".")[0]
+            return shown(folder + b"/" + stem if folder else stem)
+        if member.at > image:
+            break
+    raise DamagedTar(f"no file begins at byte {image or begin:,}")
+
+
+def _joined(tar: TarReader, rows: _Columns) -> ShardRows:
+    """Return the columns, with one row for parts of a sample that lie apart."""
+    hashes = np.frombuffer(rows.name_hash, np.uint64)
+    columns = {name: np.frombuffer(column, column.typecode) for name, column in vars(rows).items()}
+    if len(np.unique(hashes)) < len(hashes):
+        columns = _merged(tar, columns)
+    lacking = np.flatnonzero(columns["image"] < 0)
+    if len(lacking):
+        key = key_at(tar, int(columns["begin"][lacking[0]]))
+        raise DamagedTar(f"the sample {key!r} has no image ({', '.join(SUFFIXES)})")
+    places = (columns["name_hash"] >> np.uint64(32)).astype("<u4")
+    named = ("mask", "mask_size", "label_at")
+    digest = columns["image_digest"] ^ columns["mask_digest"]
+    start = (columns["image"], columns["image_size"], columns["label"], places, digest)
+    return ShardRows(tar.size, *start, *(columns[name] for name in named))
+
+
+def _merged(tar: TarReader, columns: dict[str, Column]) -> dict[str, Column]:
+    _, first, which = np.unique(columns["name_hash"], return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    which = number[which]
+    for part in ("image", "mask", "label"):
+        times = np.bincount(which[columns[part] >= 0], minlength=len(order))
+        if (times > 1).any():
+            twice = int(np.flatnonzero((which == np.argmax(times > 1)) & (columns[part] >= 0))[1])
+            raise DamagedTar(f"two samples have the key {key_at(tar, int(columns['begin'][twice]))!r}")
+    found = {name: columns[name][first[order]].copy() for name in ("begin", "name_hash")}
+    for name in ("image", "image_size", "mask", "mask_size", "label", "label_at"):
+        has = columns[name] >= 0
+        found[name] = np.full(len(order), NONE, np.int64)
+        found[name][which[has]] = columns[name][has]
+    for name, of in (("image_digest", "image"), ("mask_digest", "mask")):
+        has = columns[of] >= 0
+        found[name] = np.zeros(len(order), np.uint64)
+        found[name][which[has]] = columns[name][has]
+    return found

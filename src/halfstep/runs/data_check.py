@@ -1,0 +1,54 @@
+"""Compare the data of a run with what its newest checkpoint has of it, and all shards with their index."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfstep.checkpoint.paths import CheckpointDir
+from halfstep.checkpoint.reading import read_state
+from halfstep.data.dataset import seal_of
+from halfstep.data.fingerprint import Fingerprint, different, fingerprint
+from halfstep.data.shard_check import shard_change
+from halfstep.data.shard_index import MOST_THREADS
+from halfstep.data.shards import Shards
+from halfstep.runs.finished import task_of
+from halfstep.status_line import OnProgress
+from halfstep.train.state import State
+from halfstep.train.task import Task
+
+
+@dataclass(frozen=True)
+class VerifiedData:
+    """The data of a run, compared with its newest checkpoint and its index."""
+
+    shards: int
+    """Shards that were read whole; 0 where the data has no index."""
+    samples: int
+    bytes: int
+    changes: list[str]
+    """What differs; empty where nothing does."""
+
+
+def check_data(
+    folder: Path, checkpoint: CheckpointDir, own: type[Task] | None, on_progress: OnProgress
+) -> VerifiedData:
+    """Read all shards of a run, and compare what the data is with what a checkpoint has of it."""
+    task = task_of(folder, own)
+    sources = (task.source("train"), task.source("val"))
+    saved = State.from_parts(*read_state(checkpoint, 0), where=str(checkpoint.path)).position["data_fingerprint"]
+    changes = different(Fingerprint.from_dict(saved), fingerprint(*sources))
+    sets = {seal.shards.index.seal: seal.shards for source in sources if (seal := seal_of(source)) is not None}
+    jobs = [(shards, number) for shards in sets.values() for number in range(len(shards.index.names))]
+    with ThreadPoolExecutor(MOST_THREADS) as pool:
+        for done, change in enumerate(pool.map(_change, jobs), 1):
+            changes += [change] if change else []
+            on_progress(done, len(jobs))
+    samples = sum(len(shards) for shards in sets.values())
+    size = sum(int(shards.index.table["bytes"].sum()) for shards in sets.values())
+    return VerifiedData(len(jobs), samples, size, changes)
+
+
+def _change(job: tuple[Shards, int]) -> str:
+    return shard_change(*job)
