@@ -47,7 +47,7 @@ RECIPE = """
 task: slow
 precision: fp32
 model: {width: 400000}
-optimizer: {name: sgd, lr: 0.0001, momentum: 0.9, weight_decay: 0.0, fused: false}
+optimizer: {name: sgd, lr: 0.00000001, momentum: 0.9, weight_decay: 0.0, fused: false}
 schedule: {name: constant}
 train: {steps: 120, batch_size: 16, num_workers: 0, seed: 5}
 checkpoint: {every_steps: 4}
@@ -172,7 +172,8 @@ def main() -> None:
         alone = prepared(root / "alone")
         began = time.monotonic()
         words = ["train", alone / "slow.yaml", "--task", alone / "slow.py", f"run.dir={alone / 'run'}"]
-        assert Command(*words).ended(WHOLE)[0] == 0
+        code, out, err = Command(*words).ended(WHOLE)
+        assert code == 0, out + err
         longest = time.monotonic() - began
         with moto() as port, setting(port):
             for what in ("trainer", "uploader", "both"):
