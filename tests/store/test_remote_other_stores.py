@@ -11,7 +11,7 @@ import pytest
 
 from halfstep.errors import StoreFailed
 from tests.store.conftest import InStore
-from tests.store.test_runs_in_a_store import assert_same_weights, events, fit, interrupted, notes
+from tests.store.test_remote import assert_same_weights, events, fit, interrupted, notes
 from tests.support.commands import Command
 from tests.support.store_servers import BUCKET, RCLONE, S3RVER, free_port, rclone, s3rver, variables
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.store.conftest import InStore
-from tests.store.test_runs_in_a_store import fit
+from tests.store.test_remote import fit
 from tests.support.commands import Command
 from tests.support.store_proxy import Planned
 from tests.support.store_servers import free_port

@@ -12,7 +12,7 @@ import pytest
 from halfstep.errors import StoreFailed
 from tests.store.calls import SIZE, content
 from tests.store.conftest import InStore
-from tests.store.test_runs_in_a_store import fit, generations_in, interrupted, local
+from tests.store.test_remote import fit, generations_in, interrupted, local
 from tests.support.store_proxy import Planned
 
 SHORT, LONG = 4.0, 12.0
