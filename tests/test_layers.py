@@ -20,6 +20,7 @@ GROUND |= {"callable_package"}
 # on and all below them. CONTRIBUTING's picture is made from this list: `python -m tests.test_layers`.
 LAYERS: list[tuple[str, tuple[str, ...], str]] = [
     ("ground", (), "errors, number formats, findings, pages as data, files, the terminal, ranks"),
+    ("store", ("ground",), "object stores: addresses, requests, and the process that makes them"),
     ("draw", ("ground",), "pages on the terminal, in HTML, Markdown and notebooks; SVG charts; sheets"),
     ("precision", ("draw",), "names, devices and what they can do, which precision a run gets, islands"),
     ("observe", ("precision",), "what torch really runs: formats, first non-finite numbers, lint rules"),
@@ -29,13 +30,13 @@ LAYERS: list[tuple[str, tuple[str, ...], str]] = [
     ("checkpoint", ("ground",), "saves that are complete or not there, and their digests"),
     ("data", ("draw", "checkpoint"), "samples: where they come from, their order, their loader, their check"),
     ("journal", ("recipe",), "events of a run, and everyone who listens to them"),
-    ("train", ("guard", "data", "journal"), "the loop, evaluation, resuming, failed steps, the run's folder"),
+    ("train", ("guard", "data", "journal", "store"), "the loop, evaluation, resuming, failed steps, the run's folder"),
     ("tasks", ("train",), "segmentation, classification, diffusion, slots, and their models"),
     ("runs", ("tasks",), "a run as commands see it: started, opened again, exported, replayed"),
     ("measure", ("runs",), "audit, bench, estimate, plan, profile, survival"),
     ("report", ("measure",), "one page to look at, from plain data: of runs, benches and plans"),
     ("selftest", ("measure",), "what is promised, checked on the device that is here, part by part"),
-    ("doctor", ("recipe",), "settings from every source, and where they contradict each other"),
+    ("doctor", ("recipe", "store"), "settings from every source, and where they contradict each other"),
     ("adapters", ("train",), "halfstep in the loops of other libraries"),
     ("cli", ("selftest", "report", "doctor", "adapters"), "commands, and the pages that they print"),
 ]

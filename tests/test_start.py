@@ -24,7 +24,7 @@ NEVER = (
         "accelerate",
         "lightning",
     ),
-    *("peft", "tensorboard", "wandb", "webdataset", "jinja2", "av", "scipy", "pandas", "sklearn", "onnx"),
+    *("peft", "tensorboard", "wandb", "webdataset", "obstore", "jinja2", "av", "scipy", "pandas", "sklearn", "onnx"),
 )
 """What classification on drawn images has no use for before its first step."""
 TO_THE_FIRST_STEP = """

@@ -23,6 +23,7 @@ HalfstepError
 ├── FolderTaken            a run folder that cannot be used
 ├── FolderLost             a run folder that was removed, moved or taken by another run while the run trained
 ├── StorageFailed          checkpoints that could not be written in repeated attempts
+│   └── StoreFailed        an object store that cannot be reached, refuses, or has other content than expected
 ├── OutOfMemory            a step or an evaluation that did not fit into memory
 ├── NoStepInTime           a measurement without a single step in the time it was given
 ├── Diverged               a run that was given up: steps failed, and no remedy helped
@@ -287,6 +288,14 @@ class StorageFailed(HalfstepError, RuntimeError, id="storage-failed"):
     exit_code = STORAGE
 
 
+class StoreFailed(StorageFailed, id="store-failed"):
+    """An object store that cannot be reached, refuses, or has other content than expected; `kind` says which."""
+
+    def __init__(self, given: str, *, allowed: str = "", do: str = "", kind: str = "unreachable") -> None:
+        super().__init__(given, allowed=allowed, do=do)
+        self.kind = kind
+
+
 class OutOfMemory(HalfstepError, RuntimeError, id="out-of-memory"):
     """A step or an evaluation that did not fit into memory; nothing of the step was applied.
 
@@ -397,6 +406,7 @@ _EXTRAS = {
     "video": {"av"},
     "onnx": {"onnx", "onnxruntime", "onnxscript"},
     "parquet": {"pyarrow"},
+    "store": {"obstore"},
 }
 _USUAL = ("train", "vision")
 """Extras that every run needs; others are added to the message where one of their packages is missing."""

@@ -9,9 +9,10 @@ import typer
 
 from halfstep.cli._options import Command, Json, OnDevice, check_report, flag, show_result
 from halfstep.doctor.device_report import DeviceReport, examine
-from halfstep.errors import CONFIGURATION, FolderTaken, WrongUse
+from halfstep.errors import CONFIGURATION, STORAGE, FolderTaken, WrongUse
 from halfstep.files import storing
 from halfstep.json_data import json_data
+from halfstep.store.address import has_scheme, parse_address
 
 if TYPE_CHECKING:
     from halfstep.doctor.linking import Run
@@ -43,8 +44,8 @@ def run(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            metavar="RECIPE|FOLDER",
-            help="A recipe, any project's YAML, or a project's folder: check settings, not the device.",
+            metavar="RECIPE|FOLDER|ADDRESS",
+            help="A recipe, any project's YAML, or a project's folder: check settings, not the device. Or s3://...",
         ),
     ] = None,
     accelerate: Annotated[str | None, typer.Option(help="accelerate's default_config.yaml, to compare with.")] = None,
@@ -78,10 +79,20 @@ def run(
 ) -> None:
     """Show what this device can do and which precision fits it; with a RECIPE or a FOLDER, check its settings.
 
+    With an ADDRESS such as s3://BUCKET/PREFIX, check that object store: it writes 2 MB there and removes them.
+
     A folder is read file by file: configurations, launch lines, scripts and notebooks. Nothing in it is imported or
     run. The verdict comes first; the exit code is 78 where there is an error outside of tests.
     """
     check_report(report)
+    if recipe is not None and has_scheme(recipe):
+        _refuse_with_store(
+            **{"--accelerate": accelerate, "--deepspeed": deepspeed, "--device": device, "--strict": strict},
+            **{"--fresh": fresh, "--formats": formats, "--gpus": gpus, "--known-bad": known_bad, "--fix": fix},
+            **{"--yes": yes, "--sarif": sarif, "--write": write, "--settings": settings},
+        )
+        _object_store(recipe, report, json)
+        return
     folder = recipe is not None and Path(recipe).is_dir()
     _refuse_script(recipe)
     if not folder:
@@ -102,6 +113,25 @@ def run(
         _tables(formats, gpus, known_bad, report, json)
     else:
         _device(examine(device, precision, strict=strict, fresh=fresh), report, json)
+
+
+def _object_store(address: str, report: Path | None, json: bool) -> None:
+    from halfstep.doctor.store_check import check_store
+
+    found = check_store(parse_address(address, "ADDRESS"))
+    show_result(found, found.page(), json, report)
+    if found.problem is not None:
+        raise typer.Exit(STORAGE)
+
+
+def _refuse_with_store(**given: Any) -> None:
+    wrong = [name for name, value in given.items() if value]
+    if wrong:
+        raise WrongUse(
+            f"{', '.join(wrong)} together with the address of a store",
+            allowed="halfstep doctor ADDRESS with --json and --report",
+            do=f"leave out {', '.join(wrong)}",
+        )
 
 
 def _device(found: DeviceReport, report: Path | None, json: bool) -> None:

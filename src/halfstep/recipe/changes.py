@@ -15,7 +15,7 @@ from halfstep.recipe.strict_yaml import flat
 
 SAFE = (
     *("about", "sizing", "run.", "checkpoint.", "guard.", "train.num_workers", "data.bad_samples", "data.timeout"),
-    *("data.verify", "train.check", "world.mode", "world.shard_size", "world.timeout", "world.start_timeout"),
+    *("data.verify", "store.", "train.check", "world.mode", "world.shard_size", "world.timeout", "world.start_timeout"),
 )
 """The settings that change no trained bit unless a step fails: keys, and sections with their dot."""
 PLACES = ("data.path", "data.masks", "data.val")

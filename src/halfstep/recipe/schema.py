@@ -275,6 +275,17 @@ class CheckpointOptions(Section):
     """Checkpoints that are kept, the newest; two at least, for one may be damaged."""
     background: bool = True
     """Write in the background, from a copy of the state in main memory."""
+    remote: str | None = None
+    """An address such as s3://BUCKET/RUN: checkpoints are copied there, and a machine without any continues from it."""
+    remote_wait: Annotated[float, Field(ge=0.0, le=MOST_SECONDS)] = 60.0
+    """Seconds that the end of a run waits for the last copy."""
+
+
+class StoreOptions(Section):
+    """The settings of object stores. Credentials are no settings: the environment or a role has them."""
+
+    patience: Timeout = 300.0
+    """Seconds for which a failing request is repeated."""
 
 
 class GuardOptions(Section):
@@ -346,5 +357,6 @@ class Recipe(Section, Generic[ModelT, DataT, LossT]):
     world: WorldOptions = WorldOptions()
     evaluate: EvaluateOptions = EvaluateOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
+    store: StoreOptions = StoreOptions()
     guard: GuardOptions = GuardOptions()
     run: RunOptions = RunOptions()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -42,7 +42,10 @@ from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, State, keep_r
 from halfstep.train.signals import Stopping
 from halfstep.train.status import Launch, RankStatus, begin, may_be_restarted, restart_count, status_saved
 from halfstep.train.task import Task, no_progress
-from halfstep.train.watchdog import MARGIN, Beat, OnHang, Watchdog, end_hung, set_group_timeout
+from halfstep.train.watchdog import ENDING, MARGIN, Beat, OnHang, Watchdog, end_hung, set_group_timeout
+
+if TYPE_CHECKING:
+    from halfstep.train.remote import Remote
 
 MEGABYTE = 10**6
 
@@ -119,7 +122,10 @@ def launch(
         kind = task_class(resolved.recipe.task) if task is None else _class(task)
     with _run_session(resolved, kind, new=new, accepted=accepted, now=now, on_hang=on_hang) as session:
         recipe, folder, journal, status = session.recipe, session.folder, session.journal, session.status
+        remote = session.remote
         with session.preparing():
+            if recipe.checkpoint.remote is not None:
+                distributed.rank_zero_or_raise(lambda: _claim(remote, folder, status.launch.token))
             # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
             found = find(folder) if session.state == UNFINISHED else None
             now("reading the data, building the model")
@@ -135,7 +141,10 @@ def launch(
                     stopping=session.stopping,
                     on_progress=on_progress,
                     beat=session.beat,
+                    disk=remote.disk if remote is not None else None,
                 )
+            if remote is not None:
+                loop.checkpoints.remote, remote.beat = remote, functools.partial(loop.beat, ENDING)
             now("")
             session.beat("restoring", 0)
             unfinished, finished = session.state == UNFINISHED, session.result
@@ -180,6 +189,8 @@ class RunSession:
     status: RankStatus
     beat: Beat
     lost: LostRanks
+    remote: Remote | None
+    """The copy of the checkpoints in an object store, on rank 0."""
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -214,12 +225,13 @@ def _run_session(
     # The order matters: `_opened` is collective and needs the process group, and signals must be caught around both.
     options = resolved.recipe.world
     with (
+        _store_copy(resolved.recipe) as remote,
         Stopping() as stopping,
         lost_ranks_named(),
         together(options.start_timeout + MARGIN, ends_process=on_hang is not None) as joined,
         rng_preserved(),
         _given_alike(resolved),
-        _opened(resolved, new, accepted, now) as opened,
+        _opened(resolved, new, accepted, now, remote) as opened,
     ):
         recipe = kind.schema.model_validate(opened.recipe)
         folder, journal = Path(recipe.run.dir), Journal()
@@ -239,7 +251,7 @@ def _run_session(
         lost = LostRanks(folder, status.launch.token, joined)
         # Once more inside: the status gets the exit code of an error raised there.
         with status_saved(status), watchdog, contextlib.closing(journal):
-            yield RunSession(recipe, folder, opened.state, opened.result, stopping, journal, status, beat, lost)
+            yield RunSession(recipe, folder, opened.state, opened.result, stopping, journal, status, beat, lost, remote)
 
 
 def _end_lost(status: RankStatus, reason: str) -> None:
@@ -313,12 +325,39 @@ class OpenedRun(NamedTuple):
 
 
 @contextmanager
-def _opened(resolved: Resolved, new: bool, accepted: Collection[str], now: Now) -> Iterator[OpenedRun]:
+def _store_copy(recipe: Any) -> Iterator[Remote | None]:
+    """Yield the copy of the checkpoints in an object store, on rank 0; its process starts before anything else."""
+    if recipe.checkpoint.remote is None:
+        yield None
+        return
+    from halfstep.train.remote import remote_of  # not loaded for plain paths
+
+    with remote_of(recipe) as remote:
+        yield remote
+
+
+def _claim(remote: Remote | None, folder: Path, launch: str) -> None:
+    if remote is not None:
+        remote.claim(folder, launch)
+
+
+@contextmanager
+def _opened(
+    resolved: Resolved, new: bool, accepted: Collection[str], now: Now, remote: Remote | None
+) -> Iterator[OpenedRun]:
     """Open and lock the run's folder on rank 0 for all ranks."""
     held: list[FolderLock] = []
 
     def open_it() -> tuple[object, ...]:
-        opened = open_run(resolved.recipe, resolved.label, new, drawn=resolved.drawn, accepted=accepted, now=now)
+        opened = open_run(
+            resolved.recipe,
+            resolved.label,
+            new,
+            drawn=resolved.drawn,
+            accepted=accepted,
+            now=now,
+            fill=lambda path: remote.fill(path, now) if remote is not None else None,
+        )
         held.append(opened.lock)
         newest = max((one.attempt for one in generations(opened.path / CHECKPOINTS)), default=-1)
         launched = begin(opened.path, newest, restart_count(), opened.recipe.train.batch_size, accepted)

@@ -181,6 +181,8 @@ def accepted_changes(new: bool, data: bool, recipe: bool, extend: bool, rewarm: 
 def refuse_early(resolved: Resolved, *, new: bool, accepted: Collection[str]) -> None:
     """Raise the error a run would fail with before its first step, as far as it can be known; change nothing."""
     recipe = resolved.recipe
+    if recipe.checkpoint.remote is not None:
+        check_remote(recipe.checkpoint.remote)
     # A resumed run has its weights in the checkpoint and needs no file.
     begins = new or _state(resolved, accepted) == NEW
     options = task_options(recipe.task)
@@ -193,8 +195,16 @@ def refuse_early(resolved: Resolved, *, new: bool, accepted: Collection[str]) ->
             raise missing_extra(error) or error
     options.check(recipe)
     _check_data(recipe.data)
-    if begins and recipe.model.weights not in NO_FILE:
+    if begins and recipe.checkpoint.remote is None and recipe.model.weights not in NO_FILE:
         _check_weights(recipe.model.weights)
+
+
+def check_remote(address: str) -> None:
+    """Raise WrongUse for an address that is none, and MissingExtra without the package for object stores."""
+    from halfstep.store.address import check_installed, parse_address
+
+    parse_address(address, "checkpoint.remote")
+    check_installed()
 
 
 def _state(resolved: Resolved, accepted: Collection[str]) -> str:

@@ -7,14 +7,15 @@ import errno
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from halfstep import distributed
 from halfstep.checkpoint.commit import LEAVING, NotCommitted, Ruined, Saver, SaveResult, set_aside_since
-from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk, generations
 from halfstep.errors import (
     FolderLost,
     FolderTaken,
@@ -142,6 +143,25 @@ def diverged(given: str) -> WeightsNotFinite:
     )
 
 
+class RemoteCopy(Protocol):
+    """The copy of the checkpoints in an object store; see `halfstep.train.remote`."""
+
+    wait: float
+    """Seconds that `close` waits for the last copy."""
+
+    def upload(self, generation: CheckpointDir, withdrawn: Sequence[str] = ()) -> None:
+        """Copy a checkpoint in the background, and remove the copies of `withdrawn` ones."""
+        ...
+
+    def report(self, journal: Journal) -> None:
+        """Write to the journal what happened since the last call."""
+        ...
+
+    def close(self, journal: Journal) -> None:
+        """Wait for the last copy, for a limited time."""
+        ...
+
+
 class Checkpoints:
     """The checkpoints of one run. Every rank calls the same methods at the same steps."""
 
@@ -157,6 +177,8 @@ class Checkpoints:
         self._failure = NotCommitted("the save did not start")
         self.last: SaveResult | None = None
         """The newest checkpoint on disk."""
+        self.remote: RemoteCopy | None = None
+        """The copy of the checkpoints in an object store; on rank 0 alone."""
         self.doubt = ""
         """For a run stopped while steps failed: the state that was saved or not saved, and why."""
 
@@ -187,15 +209,20 @@ class Checkpoints:
         self.finish()
         if self.last is None or self.last.generation is None:
             return False
+        before = generations(self.last.generation.path.parent)
         left = set_aside_since(self.last.generation.path.parent, since, ruined)
         if left is not None and left != self.last.generation:
             self._journal.note(f"{_name(self.last)} is set aside: its weights are bad", "info")
             self.last = SaveResult(left.attempt, left, None, seconds=0.0, blocked=0.0, bytes=0)
+            if self.remote is not None:
+                self.remote.upload(left, [one.name for one in before if one.number > left.number])
         return left is not None
 
     def record_finished(self) -> None:
         """Record finished saves in the journal; raise StorageFailed or OutOfMemory after too many failures in a row."""
         self._record(self._saver.results())
+        if self.remote is not None:
+            self.remote.report(self._journal)
 
     def finish(self) -> None:
         """Wait for the save in progress, then record it like `record_finished`."""
@@ -205,6 +232,8 @@ class Checkpoints:
         """Record that the run resumes from `generation`, which therefore needs no new save."""
         self._asked_for = generation.attempt
         self.last = SaveResult(generation.attempt, generation, None, seconds=0.0, blocked=0.0, bytes=0)
+        if self.remote is not None:
+            self.remote.upload(generation)
 
     @property
     def name(self) -> str | None:
@@ -216,6 +245,8 @@ class Checkpoints:
         self._saver.close(seconds)
         with contextlib.suppress(StorageFailed, OutOfMemory, FolderLost):  # the run already ends for another reason
             self._record(self._saver.results())
+        if self.remote is not None:
+            self.remote.close(self._journal)
         proposal = self.clock.proposal()
         if proposal is not None:
             self._journal.note(proposal, "info")
@@ -278,6 +309,8 @@ class Checkpoints:
                     blocked=saved.blocked,
                     bytes=saved.bytes,
                 )
+                if self.remote is not None and saved.generation is not None:
+                    self.remote.upload(saved.generation)
             else:
                 self._failed(saved)
 

@@ -39,7 +39,7 @@ from halfstep.train.state import RunObjects, State, checked_components, restore
 T = TypeVar("T")
 _REPLACED = re.compile(
     r"best\.safetensors|last\.safetensors|last-ema\.safetensors|recipe\.yaml|result\.json|task\.json"
-    r"|metrics\.prom|status\.rank-[0-9]{5}\.json|curves\.(?:svg|png)|epoch-[0-9]{4,}\.png"
+    r"|metrics\.prom|remote\.json|status\.rank-[0-9]{5}\.json|curves\.(?:svg|png)|epoch-[0-9]{4,}\.png"
 )
 """Files of a run that are written as a draft first: a run that is killed while it writes leaves the draft."""
 _PROBE = re.compile(rf"\.{PROBE}\.[0-9a-f]{{16}}(\.[0-9]+)?")

@@ -17,7 +17,7 @@ import torch
 from halfstep import distributed
 from halfstep._version import __version__
 from halfstep.checkpoint.commit import LEAVING, Saver
-from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.checkpoint.paths import CHECKPOINTS, Disk
 from halfstep.data.order import SavedOrder
 from halfstep.draw.notebook import ShownAsPage
 from halfstep.draw.series import series_of
@@ -141,6 +141,8 @@ def train(
             weights = _same_weights(loop.parts, journal)
     except KeyboardInterrupt:
         reason = INTERRUPTED
+        if loop.checkpoints.remote is not None:
+            loop.checkpoints.remote.wait = 0.0
         raise
     except Stopped:
         saved = loop.checkpoints
@@ -202,12 +204,13 @@ def make_loop(
     stopping: Stopping | None = None,
     on_progress: OnProgress = no_progress,
     beat: Beat = no_beat,
+    disk: Disk | None = None,
 ) -> Loop:
     """Build everything for a run without taking a step.
 
     `auto_choices` is what an earlier launch of this run measured, `remedies` what its guard had placed, and `order` the
     order of its samples. With `auto_choices`, the weights come from a checkpoint. `beat` is called with everything that
-    the loop does.
+    the loop does. `disk` writes the checkpoints.
     """
     stopping = stopping or Stopping()
     starting = recipe
@@ -259,7 +262,11 @@ def make_loop(
         ),
         data_fingerprint=loaders.data_fingerprint,
         saver=Saver(
-            folder / CHECKPOINTS, keep=options.keep, party=distributed.RankGroup(), background=options.background
+            folder / CHECKPOINTS,
+            keep=options.keep,
+            party=distributed.RankGroup(),
+            background=options.background,
+            disk=disk,
         ),
         guarding=Guarding(parts.stepper, recipe.guard, journal, folder, remedies),
         stopping=stopping,

@@ -10,7 +10,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -289,6 +289,8 @@ def _has_open(pid: int, files: Collection[os.stat_result]) -> bool:
 RECIPE = "recipe.yaml"
 RESULT = "result.json"
 """The file that a finished run writes last."""
+RESTORING = ".restoring"
+"""The folder into which a run is downloaded from an object store; a folder with it is not restored yet."""
 FILES = (RECIPE, "journal.jsonl", "train.log")
 FOLDERS = (CHECKPOINTS, "pictures", "tensorboard", "failed_steps", "stacks", "wandb")
 """Folders that a run adds to; other files are replaced."""
@@ -338,21 +340,26 @@ def open_run(
     drawn: Collection[str] = (),
     accepted: Collection[str] = (),
     now: Now = unwatched,
+    fill: Callable[[Path], None] = lambda path: None,
 ) -> RunFolder:
     """Create the run's folder and write the recipe, or open an unfinished run of this recipe.
 
     With `new`, use the first free `NAME`, `NAME-2`, ...; of several processes, exactly one gets each folder. Keys in
     `drawn` had no explicit value: the run keeps its own. With `EXTEND` in `accepted`, a finished run goes on up to the
-    recipe's length. Raises FolderTaken, StateMismatch or Unsafe where the folder cannot be used.
+    recipe's length. `fill` may bring an earlier run into the locked folder, unless it is `new`. Raises FolderTaken,
+    StateMismatch or Unsafe where the folder cannot be used.
     """
     wanted = run_dir(recipe, label)
     try:
         if EXTEND in accepted and _written(wanted) is None:
             raise _nothing_to_extend(wanted)
         path = _first_free(wanted) if new else _made(wanted)
-        _refuse_foreign(path)
+        if not _is_restoring(path, recipe):
+            _refuse_foreign(path)
         held = lock(path, now)
         try:
+            if not new:
+                fill(path)
             return _opened(path, recipe, drawn, accepted, held)
         except BaseException:
             held.release()
@@ -369,7 +376,8 @@ def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted:
             # Raises OSError for a path that is too long, with the longest name in a run's folder.
             (path / CHECKPOINTS / ("x" * 64) / ("x" * 64)).exists()
             return NEW
-        _refuse_foreign(_made(path))
+        if not _is_restoring(_made(path), recipe):
+            _refuse_foreign(path)
         if _written(path) is None:
             return NEW
         if running_elsewhere(path) is not None:
@@ -473,6 +481,11 @@ def _refuse_foreign(path: Path) -> None:
             allowed="an absent or empty folder",
             do=_another_folder(),
         )
+
+
+def _is_restoring(path: Path, recipe: Any) -> bool:
+    """Return whether the files in a folder are left from a restore that was killed; the next one removes them."""
+    return recipe.checkpoint.remote is not None and (path / RESTORING).is_dir()
 
 
 def _refuse_links(path: Path) -> None:

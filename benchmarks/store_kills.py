@@ -1,0 +1,245 @@
+"""Kill the trainer, the uploader, both, or the store at random moments; audit the store after each kill.
+
+    python -m benchmarks.store_kills [--trainer 10] [--uploader 10] [--both 5] [--server 5] [--seed 0] [--record]
+
+A run of 120 steps with checkpoints of about 13 MB every 4 steps copies them to a store: moto for the first three,
+which keeps everything in memory and honours conditions; s3rver for the last (`HALFSTEP_S3RVER` names the folder of
+`npm install s3rver`), which keeps objects on disk and ignores conditions. Every second time the trainer is killed, its
+folder is removed too: the same command then continues from the store alone. After every kill each byte behind each
+commit is compared with its digest. At the end the weights are compared with those of a run that was left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from halfstep.files import write_json
+from halfstep.store.process import StoreProcess
+from tests.support.commands import Command
+from tests.support.store_servers import BUCKET, S3RVER, free_port, moto, s3rver, variables
+
+RECORD = Path(__file__).with_suffix(".json")
+TASK = """
+import time
+from tests.support.tiny_task import Tiny
+class Slow(Tiny):
+    def loss(self, model, batch, metrics=None):
+        time.sleep(0.05)
+        return super().loss(model, batch, metrics)
+"""
+RECIPE = """
+task: slow
+precision: fp32
+model: {width: 400000}
+optimizer: {name: sgd, lr: 0.00000001, momentum: 0.9, weight_decay: 0.0, fused: false}
+schedule: {name: constant}
+train: {steps: 120, batch_size: 16, num_workers: 0, seed: 5}
+checkpoint: {every_steps: 4}
+run: {log_every: 20, pictures: 0}
+"""
+WHOLE = 600.0
+"""Seconds within which a launch ends."""
+
+
+@dataclass
+class Kills:
+    """The kills of one kind, and what was found after them."""
+
+    what: str
+    kills: int = 0
+    launches: int = 0
+    emptied: int = 0
+    audits: int = 0
+    whole: int = 0
+    torn: int = 0
+    bitwise_equal: bool = False
+    seconds: float = 0.0
+
+
+class Story:
+    """One run that is killed again and again."""
+
+    def __init__(self, folder: Path, address: str, what: str, draw: random.Random) -> None:
+        self.folder, self.address, self.draw, self.found = folder, address, draw, Kills(what)
+        self.process = StoreProcess()
+
+    def launch(self) -> Command:
+        self.found.launches += 1
+        remote = [f"checkpoint.remote={self.address}", "checkpoint.remote_wait=30", "store.patience=60"]
+        return Command("train", self.folder / "slow.yaml", "--task", self.folder / "slow.py", *remote, *self.place)
+
+    @property
+    def place(self) -> list[str]:
+        return [f"run.dir={self.folder / 'run'}"]
+
+    def audit(self) -> None:
+        found = self.process.call("tests.store.calls:audit", {"address": self.address, "patience": 120.0})
+        self.found.audits += 1
+        self.found.whole += len(found["whole"])
+        self.found.torn += len(found["torn"])
+
+    def finish(self, alone: Path) -> Kills:
+        while (self.launch().ended(WHOLE))[0] != 0:
+            self.audit()
+        self.audit()
+        names = ("last.safetensors", "best.safetensors")
+        pairs = [(load_file(alone / name), load_file(self.folder / "run" / name)) for name in names]
+        self.found.bitwise_equal = all(torch.equal(one[key], other[key]) for one, other in pairs for key in one)
+        self.process.close()
+        return self.found
+
+
+def uploader_of(trainer: int) -> psutil.Process | None:
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(trainer).children():
+            if any("halfstep.store.process" in word for word in child.cmdline()):
+                return child
+    return None
+
+
+def kill(story: Story, longest: float) -> None:
+    """Launch, wait for a random moment, kill, audit."""
+    what, command = story.found.what, story.launch()
+    time.sleep(story.draw.uniform(0.5, longest))
+    if what in ("uploader", "both"):
+        helper = uploader_of(command.pid)
+        if helper is not None:
+            helper.kill()
+    if what in ("trainer", "both"):
+        command.send_signal(signal.SIGKILL)
+        command.ended(WHOLE)
+        if story.found.kills % 2:
+            shutil.rmtree(story.folder / "run")
+            story.found.emptied += 1
+    story.found.kills += 1
+    story.audit()
+    if what == "uploader":
+        # The run goes on and starts another uploader; it is stopped later, for the next kill to find it training.
+        time.sleep(story.draw.uniform(1.0, 4.0))
+        command.send_signal(signal.SIGKILL)
+        command.ended(WHOLE)
+        story.audit()
+
+
+def told(kills: Kills) -> Kills:
+    print(kills, flush=True)
+    return kills
+
+
+@contextmanager
+def setting(port: int) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables(port))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def prepared(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "slow.py").write_text(TASK)
+    (folder / "slow.yaml").write_text(RECIPE)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, count in {"trainer": 10, "uploader": 10, "both": 5, "server": 5, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=count)
+    parser.add_argument("--record", action="store_true")
+    given, rows = parser.parse_args(), []
+    draw = random.Random(given.seed)
+    root = Path(tempfile.mkdtemp(prefix="store-kills-"))
+    try:
+        alone = prepared(root / "alone")
+        began = time.monotonic()
+        words = ["train", alone / "slow.yaml", "--task", alone / "slow.py", f"run.dir={alone / 'run'}"]
+        code, out, err = Command(*words).ended(WHOLE)
+        assert code == 0, out + err
+        longest = time.monotonic() - began
+        with moto() as port, setting(port):
+            for what in ("trainer", "uploader", "both"):
+                story = Story(prepared(root / what), f"s3://{BUCKET}/{what}", what, draw)
+                began = time.monotonic()
+                for _ in range(getattr(given, what)):
+                    kill(story, longest)
+                rows.append(story.finish(alone / "run"))
+                rows[-1].seconds = round(time.monotonic() - began, 1)
+                print(rows[-1], flush=True)
+        if given.server and S3RVER.exists():
+            rows.append(told(kill_server(root, given.server, longest, draw, alone / "run")))
+    finally:
+        shutil.rmtree(root)
+    torn, kills = sum(row.torn for row in rows), sum(row.kills for row in rows)
+    equal = sum(row.bitwise_equal for row in rows)
+    print(
+        f"{kills} kills: {sum(row.audits for row in rows)} audits, "
+        f"{sum(row.whole for row in rows)} whole and {torn} torn"
+    )
+    print(f"{equal} of {len(rows)} finished runs are bitwise equal to the one that was left alone")
+    if given.record:
+        write_json(
+            RECORD,
+            {"command": f"python -m benchmarks.store_kills --seed {given.seed}", "rows": [asdict(row) for row in rows]},
+        )
+    sys.exit(torn > 0 or equal < len(rows))
+
+
+def kill_server(root: Path, times: int, longest: float, draw: random.Random, alone: Path) -> Kills:
+    """Kill the server in the middle of a run; it is started again on the same folder after some seconds."""
+    port, data, began = free_port(), root / "objects", time.monotonic()
+    data.mkdir()
+    with setting(port):
+        with s3rver(data, port):
+            story = Story(prepared(root / "server"), f"s3://{BUCKET}/server", "server", draw)
+            command = story.launch()
+            time.sleep(draw.uniform(1.0, longest / 2))
+        story.found.kills += 1
+        for count in range(1, times + 1):
+            time.sleep(draw.uniform(0.5, 3.0))
+            with s3rver(data, port):
+                story.audit()
+                if command.code is not None:
+                    command.ended(WHOLE)
+                    command = story.launch()
+                if count == times:
+                    command.ended(WHOLE)
+                    found = (
+                        story.finish(alone)
+                        if not (story.folder / "run" / "result.json").exists()
+                        else finished(story, alone)
+                    )
+                    found.seconds = round(time.monotonic() - began, 1)
+                    return found
+                time.sleep(draw.uniform(0.5, longest / 2))
+            story.found.kills += 1
+    raise AssertionError("no kills were asked for")
+
+
+def finished(story: Story, alone: Path) -> Kills:
+    """The findings of a run that has finished; an empty disk repeats its end from the store."""
+    shutil.rmtree(story.folder / "run")
+    story.found.emptied += 1
+    return story.finish(alone)
+
+
+if __name__ == "__main__":
+    main()

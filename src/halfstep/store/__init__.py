@@ -1,0 +1,1 @@
+"""Objects in an object store: addresses, requests, and the process that makes them."""

@@ -1,0 +1,312 @@
+"""Read and write objects in a store; the only module that imports obstore.
+
+obstore must not be used in a process that forks afterwards: the children would wait forever. The trainer therefore
+calls a `StoreProcess`, and a data worker creates its own Store on first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import secrets
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from typing import BinaryIO, NamedTuple, TypeVar
+
+from halfstep.errors import StoreFailed
+from halfstep.store.address import StoreAddress, check_installed
+
+T = TypeVar("T")
+PATIENCE = 300.0
+"""Seconds for which a failing request is repeated."""
+REQUEST = 60.0
+"""Seconds for one request, from the connection to the last byte."""
+PART = 8 * 2**20
+"""Bytes of one range and of one part of an upload."""
+MOST_PARTS = 9_000
+"""Parts of one upload; S3 allows 10,000."""
+LARGEST_OBJECT = 64 * 2**20
+"""Bytes of an object that is read as a whole."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
+
+UNREACHABLE, DENIED, MISSING, CHANGED, EXISTS = "unreachable", "denied", "missing", "changed", "exists"
+SHORT, NO_RANGES = "short", "no-ranges"
+_PASSING = (UNREACHABLE, SHORT)
+"""The kinds of failure that another request may not have."""
+_WORDS = {
+    UNREACHABLE: "cannot be reached: the store does not answer, or answers with errors",
+    DENIED: "is refused: the credentials are missing, expired or lack the permission",
+    MISSING: "does not exist",
+    CHANGED: "was replaced while it was read or written",
+    EXISTS: "exists already",
+    SHORT: "was answered with another number of bytes than were asked for",
+    NO_RANGES: "was answered as a whole where a range was asked for: this store does not answer ranges with 206",
+}
+_DO = {
+    DENIED: "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or attach a role with Get, Put, Delete and List",
+    MISSING: "check the bucket and the prefix",
+    NO_RANGES: "use a store that answers ranges; halfstep doctor ADDRESS checks it",
+}
+
+
+class StoredObject(NamedTuple):
+    """An object in a listing."""
+
+    key: str
+    size: int
+
+
+class ObjectFacts(NamedTuple):
+    """The facts of one object."""
+
+    size: int
+    tag: str
+    """The ETag, which another content changes."""
+    modified: datetime
+    """The time of the last write, by the store's clock."""
+
+
+class Store:
+    """The objects below an address. Keys are relative to its prefix.
+
+    Every request has a deadline, and is repeated within `patience` seconds. Raises StoreFailed with the kind of the
+    failure, the bucket and the key; text of the library or the server is not passed on.
+    """
+
+    def __init__(self, address: StoreAddress, patience: float = PATIENCE) -> None:
+        check_installed()
+        # Two threads are enough for one stream of requests; by default there is one for each core.
+        os.environ.setdefault("TOKIO_WORKER_THREADS", "2")
+        import obstore
+        from obstore.store import from_url
+
+        self.address, self.patience = address, patience
+        self._obstore = obstore
+        self._until: float | None = None
+        """The end of the patience of the call in progress, which the calls inside it share."""
+        pauses = {
+            "init_backoff": timedelta(seconds=FIRST_PAUSE),
+            "max_backoff": timedelta(seconds=min(LONGEST_PAUSE, patience / 8)),
+            "base": 2,
+        }
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        self._store = from_url(
+            f"{address.scheme}://{address.bucket}",
+            client_options={
+                "timeout": timedelta(seconds=min(REQUEST, patience / 4)),
+                "connect_timeout": timedelta(seconds=min(5.0, patience / 4)),
+                "allow_http": endpoint.startswith("http://"),
+            },
+            # The parts of a large upload are repeated by the library; `_patiently` repeats everything else.
+            retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=patience / 2), "backoff": pauses},
+        )
+
+    def read(self, key: str, start: int, size: int, tag: str | None = None) -> bytes:
+        """Return exactly `size` bytes from `start` on, of the object with this tag if one is given."""
+        options = {"range": (start, start + size), **({} if tag is None else {"if_match": tag})}
+
+        is_tried = False
+
+        def ask() -> bytes:
+            nonlocal is_tried
+            try:
+                found = bytes(self._obstore.get(self._store, self._full(key), options=options).bytes())
+            except Exception as error:
+                if not is_tried and self._kind(error) == UNREACHABLE:
+                    is_tried = True
+                    if self._answers_whole(key):
+                        raise self._failed(NO_RANGES, key) from None
+                raise
+            if len(found) != size:
+                raise self._failed(SHORT, key)
+            return found
+
+        return self._patiently(key, ask, ask_again=(MISSING, DENIED)) if size else b""
+
+    def read_whole(self, key: str) -> bytes:
+        """Return a small object."""
+        return self.read_with_tag(key)[0]
+
+    def read_with_tag(self, key: str) -> tuple[bytes, str]:
+        """Return a small object and its tag."""
+        while True:
+            facts = self.size_and_tag(key)
+            if facts is None or facts.size > LARGEST_OBJECT:
+                raise self._failed(MISSING if facts is None else SHORT, key)
+            try:
+                return self.read(key, 0, facts.size, facts.tag), facts.tag
+            except StoreFailed as failure:
+                if failure.kind != CHANGED:  # replaced between the two requests
+                    raise
+
+    def ranges(self, key: str, facts: ObjectFacts) -> Iterator[bytes]:
+        """Yield an object in parts, all of the same version."""
+        for start in range(0, facts.size, PART):
+            yield self.read(key, start, min(PART, facts.size - start), facts.tag)
+
+    def put(self, key: str, content: bytes | BinaryIO) -> None:
+        """Write an object; a failure counts only after the object was compared with `content`."""
+        file = io.BytesIO(content) if isinstance(content, bytes) else content
+        size = file.seek(0, 2)
+
+        def send() -> None:
+            file.seek(0)
+            try:
+                if size <= PART:
+                    self._obstore.put(self._store, self._full(key), file.read(), use_multipart=False)
+                else:
+                    part = max(PART, -(-size // MOST_PARTS))
+                    self._obstore.put(
+                        self._store, self._full(key), file, use_multipart=True, chunk_size=part, max_concurrency=2
+                    )
+            except Exception as error:
+                # A finished upload whose answer was lost or late looks like a failed one.
+                if self._kind(error) in (DENIED, MISSING) or not self._holds(key, file):
+                    raise
+            facts = self.size_and_tag(key)
+            if facts is None or facts.size != size:
+                raise self._failed(SHORT, key)
+
+        self._patiently(key, send, ask_again=(DENIED,))
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Write an object unless one exists; return whether it has this content now."""
+        return self._conditional(key, content, "create")
+
+    def replace(self, key: str, content: bytes, tag: str) -> bool:
+        """Replace the object with this tag; return whether the object has this content now."""
+        return self._conditional(key, content, {"e_tag": tag})
+
+    def _conditional(self, key: str, content: bytes, mode: object) -> bool:
+        def send() -> bool:
+            try:
+                self._obstore.put(self._store, self._full(key), content, mode=mode, use_multipart=False)
+            except Exception as error:
+                # Our own earlier request may have been the one that succeeded: the content decides.
+                if self._holds(key, io.BytesIO(content)):
+                    return True
+                if self._kind(error) in (EXISTS, CHANGED):
+                    return False
+                raise
+            return True
+
+        return self._patiently(key, send, ask_again=(DENIED,))
+
+    def list(self, prefix: str = "") -> list[StoredObject]:
+        """Return the objects below a prefix, which ends at a slash."""
+        start = self._full(prefix).rstrip("/")
+
+        def ask() -> list[StoredObject]:
+            try:
+                found = self._obstore.list(self._store, prefix=start or None).collect()
+            except Exception:
+                # A listing has no separate error for refused credentials; another request has.
+                with contextlib.suppress(FileNotFoundError):
+                    self._obstore.head(self._store, self._full("probe"))
+                raise
+            return [StoredObject(self._relative(one["path"]), one["size"]) for one in found]
+
+        return sorted(self._patiently(prefix, ask, ask_again=(DENIED,)))
+
+    def size_and_tag(self, key: str) -> ObjectFacts | None:
+        """Return the facts of an object; None where there is none."""
+
+        def ask() -> ObjectFacts | None:
+            try:
+                found = self._obstore.head(self._store, self._full(key))
+            except FileNotFoundError:
+                return None
+            return ObjectFacts(found["size"], found["e_tag"] or "", found["last_modified"])
+
+        return self._patiently(key, ask, ask_again=(DENIED,))
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if it exists."""
+
+        def ask() -> None:
+            try:
+                self._obstore.delete(self._store, self._full(key))
+            except FileNotFoundError:
+                return
+
+        self._patiently(key, ask, ask_again=(DENIED,))
+
+    def honours_conditions(self) -> bool:
+        """Return whether the store refuses to create an object that exists, and to replace another version."""
+        key = f"probe-{secrets.token_hex(8)}"
+        try:
+            self.put(key, b"first")
+            return not self.create(key, b"second") and not self.replace(key, b"third", '"0"')
+        finally:
+            with contextlib.suppress(StoreFailed):
+                self.delete(key)
+
+    def _answers_whole(self, key: str) -> bool:
+        """Return whether the store answers a range with 200: the library has no separate error for it."""
+        with contextlib.suppress(Exception):
+            url = self._obstore.sign(self._store, "GET", self._full(key), timedelta(minutes=1))
+            asked = urllib.request.Request(url, headers={"Range": "bytes=0-0"})
+            with urllib.request.urlopen(asked, timeout=min(REQUEST, self.patience / 4)) as answer:
+                return bool(answer.status == 200)
+        return False
+
+    def _holds(self, key: str, content: BinaryIO) -> bool:
+        """Return whether the object has this content, byte by byte."""
+        size = content.seek(0, 2)
+        facts = self.size_and_tag(key)
+        if facts is None or facts.size != size:
+            return False
+        content.seek(0)
+        return all(part == content.read(len(part)) for part in self.ranges(key, facts))
+
+    def _patiently(self, key: str, work: Callable[[], T], ask_again: tuple[str, ...] = ()) -> T:
+        """Repeat `work` while it fails for reasons that pass; a failure in `ask_again` is repeated once."""
+        outer, pause = self._until, FIRST_PAUSE
+        until = time.monotonic() + self.patience if outer is None else outer
+        while True:
+            try:
+                self._until = until
+                return work()
+            except Exception as error:
+                kind = self._kind(error)
+                is_over = time.monotonic() + pause > until
+                if is_over or (kind not in _PASSING and kind not in ask_again):
+                    # Without the library's error: its text has addresses, answers of the server and request ids.
+                    raise (error if isinstance(error, StoreFailed) else self._failed(kind, key)) from None
+                ask_again = () if kind in ask_again else ask_again
+            finally:
+                self._until = outer
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _kind(self, error: Exception) -> str:
+        if isinstance(error, StoreFailed):
+            return error.kind
+        from obstore import exceptions
+
+        kinds: list[tuple[type[Exception], str]] = [
+            (FileNotFoundError, MISSING),
+            (exceptions.AlreadyExistsError, EXISTS),
+            (exceptions.PreconditionError, CHANGED),
+            (exceptions.PermissionDeniedError, DENIED),
+            (exceptions.UnauthenticatedError, DENIED),
+        ]
+        return next((kind for known, kind in kinds if isinstance(error, known)), UNREACHABLE)
+
+    def _failed(self, kind: str, key: str) -> StoreFailed:
+        return StoreFailed(
+            f"{self.address.scheme}://{self.address.bucket}/{self._full(key)} {_WORDS[kind]}",
+            allowed="a store that can be reached, read and written",
+            do=_DO.get(kind, f"halfstep doctor {self.address}"),
+            kind=kind,
+        )
+
+    def _full(self, key: str) -> str:
+        return f"{self.address.prefix}/{key}" if self.address.prefix else key
+
+    def _relative(self, path: str) -> str:
+        return path[len(self.address.prefix) + 1 :] if self.address.prefix else path

@@ -1,0 +1,265 @@
+"""Copy the checkpoints of a run to an object store while it trains, and restore it on a machine that has none."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk, generations
+from halfstep.errors import CANNOT_CREATE, FolderLost, FolderTaken, NoCheckpoint, StoreFailed, reason_in
+from halfstep.files import known_fields, read_json, write_json
+from halfstep.journal.events import Journal
+from halfstep.journal.jsonl import JOURNAL, LOG
+from halfstep.launch_variables import launched_rank
+from halfstep.status_line import Now
+from halfstep.store.address import check_installed, parse_address
+from halfstep.store.process import LOST, StoreProcess
+from halfstep.train.remote_generations import BEST, DAMAGED, LEASE, TAKEN, Known, Lease, Restored
+from halfstep.train.run_folder import RECIPE, RESTORING
+
+GENERATIONS = "halfstep.train.remote_generations"
+WARNED_AFTER = 300.0
+"""Seconds without an upload after which the run warns."""
+AT_START = 15.0
+"""Seconds for which a run with local checkpoints asks for its store before it starts without."""
+PAUSES = (1.0, 5.0, 15.0, 30.0)
+"""Seconds between two attempts to upload; the last one stays."""
+
+
+@dataclass(frozen=True)
+class LeaseFile:
+    """The content of remote.json in the run's folder."""
+
+    remote: str = ""
+    run: str = ""
+    number: int = 0
+
+
+class Remote:
+    """The copy of a run's checkpoints in a store. Only rank 0 has one. Uploads happen in a thread and a process."""
+
+    def __init__(self, address: str, *, patience: float, keep: int, wait: float) -> None:
+        check_installed()
+        self.address = str(parse_address(address, "checkpoint.remote"))
+        self.wait, self._patience, self._keep = wait, patience, keep
+        self._process = StoreProcess()
+        self._folder, self._launch = Path(), ""
+        self._known: Known | None = None
+        self._lease: Lease | None = None
+        self._skipped: list[str] = []
+        self._withdrawn: list[str] = []
+        self._changed = threading.Condition()
+        self._wanted: CheckpointDir | None = None
+        self._since = 0.0
+        self._uploaded: str | None = None
+        self._failure: StoreFailed | None = None
+        self._has_warned, self._is_over = False, False
+        self._notes: list[tuple[str, str]] = []
+        self._thread = threading.Thread(target=self._upload_all, name="halfstep uploads", daemon=True)
+        self.disk = RemoteDisk(self)
+        """Writes the local checkpoints."""
+        self.beat: Callable[[], None] = lambda: None
+        """Called while the end of the run waits for an upload."""
+
+    def fill(self, folder: Path, now: Now) -> None:
+        """Restore the run into a folder that holds none; do nothing where the store has none either."""
+        draft = folder / RESTORING
+        if (folder / RECIPE).exists():
+            shutil.rmtree(draft, ignore_errors=True)  # of a restore that was killed in its last moment
+            return
+        if draft.exists():
+            # Of a restore that was killed: everything is downloaded again.
+            for name in (CHECKPOINTS, JOURNAL, LOG, BEST, LEASE):
+                path = folder / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        now(f"asking {self.address} for a checkpoint, for at most {self._patience:.0f} s")
+        request = {"address": self.address, "patience": self._patience, "folder": str(folder.absolute())}
+        try:
+            found = Restored.of(self._process.call(f"{GENERATIONS}:restore", request))
+        except StoreFailed as failure:
+            shutil.rmtree(draft, ignore_errors=True)
+            if failure.kind == DAMAGED:
+                raise NoCheckpoint(failure.given, allowed=failure.allowed, do=failure.do) from None
+            raise
+        self._known, self._skipped = found.known, list(found.skipped)
+        self._notes += [(f"{self.address}/{key} is skipped: {why}", "warning") for key, why in found.skipped.items()]
+        if found.name is not None:
+            self._notes.append((f"restored {found.name} from {self.address}", "info"))
+
+    def claim(self, folder: Path, launch: str) -> None:
+        """Make this launch the owner of the place; raise FolderTaken where it is another run's.
+
+        Where the run has local checkpoints and the store does not answer, the claim is made with the first upload.
+        """
+        self._folder, self._launch = folder, launch
+        kept = known_fields(LeaseFile, read_json(folder / LEASE))
+        if kept.remote == self.address:
+            self._known = Known(kept.run, kept.number)
+        # Before the claim: a launch that is killed after it must be recognized by the next one.
+        self._keep_known(self._known or Known(secrets.token_hex(8), 0))
+        has_own = bool(generations(folder / CHECKPOINTS))
+        try:
+            self._take(min(self._patience, AT_START) if has_own else self._patience)
+        except StoreFailed as failure:
+            if failure.kind == TAKEN:
+                raise FolderTaken(failure.given, allowed=failure.allowed, do=failure.do) from None
+            if not has_own:
+                raise
+            self._failure = failure
+            self._notes.append((f"{reason_in(failure)}; the run continues with local checkpoints", "warning"))
+
+    def _keep_known(self, known: Known) -> None:
+        self._known = known
+        write_json(self._folder / LEASE, asdict(LeaseFile(self.address, known.run, known.number)))
+
+    def _take(self, patience: float) -> Lease:
+        assert self._known is not None
+        known = asdict(self._known)
+        request = {"address": self.address, "patience": patience, "launch": self._launch, "known": known}
+        lease = Lease(**{**self._process.call(f"{GENERATIONS}:claim", request), "patience": self._patience})
+        self._keep_known(Known(lease.run, lease.number))
+        if not lease.conditional:
+            text = f"{self.address} ignores conditions on writes: unique names alone keep launches apart"
+            self._notes.append((text, "warning"))
+        self._lease = lease
+        return lease
+
+    def upload(self, generation: CheckpointDir, withdrawn: Sequence[str] = ()) -> None:
+        """Upload a checkpoint in the background; an older one that still waits is skipped.
+
+        The copies of `withdrawn` ones, which the run has set aside, are removed.
+        """
+        with self._changed:
+            if self._wanted is None:
+                self._since = time.monotonic()
+            self._wanted = generation
+            self._withdrawn += withdrawn
+            self._changed.notify_all()
+        if not self._thread.is_alive() and not self._is_over:
+            self._thread.start()
+
+    def report(self, journal: Journal) -> None:
+        """Write to the journal what happened since the last call."""
+        with self._changed:
+            notes, self._notes = self._notes, []
+            is_late = self._wanted is not None and time.monotonic() - self._since > WARNED_AFTER
+            if is_late and not self._has_warned:
+                self._has_warned = True
+                why = reason_in(self._failure) if self._failure else "the upload takes longer than that"
+                notes.append((f"no checkpoint could be uploaded for {WARNED_AFTER / 60:.0f} minutes: {why}", "warning"))
+        for text, level in notes:
+            journal.note(text, level)
+
+    def check(self) -> None:
+        """Raise FolderLost where a later launch of this run owns the place."""
+        if self._failure is not None and self._failure.kind == TAKEN:
+            raise FolderLost(
+                self._failure.given,
+                allowed="one launch of a run at a time",
+                do="leave the run to the later launch, which continues from the last commit",
+                exit_code=CANNOT_CREATE,
+            )
+
+    def close(self, journal: Journal) -> None:
+        """Wait for the last upload, at most `checkpoint.remote_wait` seconds, and name what is missing."""
+        until = time.monotonic() + self.wait
+        with self._changed:
+            while self._wanted is not None and not self._is_over and time.monotonic() < until:
+                self._changed.wait(0.5)
+                self.beat()
+            missing, self._is_over = self._wanted, True
+            self._changed.notify_all()
+        self._process.close()
+        self.report(journal)
+        if missing is not None:
+            why = reason_in(self._failure) if self._failure else f"not finished within {self.wait:.0f} s"
+            there = f"the newest there is {self._uploaded}" if self._uploaded else "this launch has uploaded none"
+            journal.note(f"{missing.name} is missing in {self.address}: {why}; {there}", "warning")
+
+    def stop(self) -> None:
+        """End the process, however the run ended."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._process.close()
+
+    def _upload_all(self) -> None:
+        failures = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted is not None or self._is_over)
+                generation, withdrawn = self._wanted, list(self._withdrawn)
+                if self._is_over or generation is None:
+                    return
+            try:
+                lease = self._lease or self._take(self._patience)
+                uploaded = self._process.call(f"{GENERATIONS}:upload", self._request(lease, generation, withdrawn))
+            except (OSError, FolderLost):
+                return  # the run's own disk fails, or is lost: its next save tells
+            except StoreFailed as failure:
+                if self._is_over:
+                    return
+                self._failure = failure if failure.kind != LOST else self._failure
+                with self._changed:
+                    self._is_over = failure.kind == TAKEN
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._is_over, PAUSES[min(failures, len(PAUSES) - 1)])
+                failures += 1
+                continue
+            failures = 0
+            self._done(generation, withdrawn, uploaded)
+
+    def _request(self, lease: Lease, generation: CheckpointDir, withdrawn: list[str]) -> dict[str, Any]:
+        return {
+            "lease": asdict(lease),
+            "folder": str(self._folder.absolute()),
+            "name": generation.name,
+            "keep": self._keep,
+            "skipped": self._skipped,
+            "withdrawn": withdrawn,
+        }
+
+    def _done(self, generation: CheckpointDir, withdrawn: list[str], uploaded: str | None) -> None:
+        with self._changed:
+            self._failure, self._uploaded = None, uploaded or self._uploaded
+            self._withdrawn = self._withdrawn[len(withdrawn) :]
+            self._since = time.monotonic()
+            if self._wanted is generation:
+                self._wanted = None
+            if self._has_warned:
+                self._has_warned = False
+                self._notes.append((f"{self.address} has {generation.name}: uploads work again", "info"))
+            self._changed.notify_all()
+
+
+class RemoteDisk(Disk):
+    """A disk on which no save starts after a later launch has taken the run's place in the store."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder; raise FolderLost where the run is another launch's."""
+        self._remote.check()
+        super().make_folder(path)
+
+
+@contextmanager
+def remote_of(recipe: Any) -> Iterator[Remote | None]:
+    """Yield the store copy of a run on rank 0, with its process started; None on other ranks and without a store."""
+    options = recipe.checkpoint
+    if options.remote is None or launched_rank().rank > 0:
+        yield None
+        return
+    remote = Remote(options.remote, patience=recipe.store.patience, keep=options.keep, wait=options.remote_wait)
+    try:
+        yield remote
+    finally:
+        remote.stop()

@@ -1,0 +1,535 @@
+"""Checkpoints of a run in an object store: claim the place, upload, commit, retire and restore. Imports no torch.
+
+    OWNER.json                                     the run, and its newest launch, replaced only by If-Match
+    checkpoints/NAME-0003-LAUNCH/...               the files of a checkpoint
+    checkpoints/NAME-0003-LAUNCH/COMMIT.json       written last and only if absent: without it there is no checkpoint
+    kept/0003-LAUNCH/SHA256                        recipe, journal, log and best weights at the checkpoint, in blocks
+
+`0003` counts the launches of the run, LAUNCH is the token of one. No two launches write the same key, and a launch
+removes nothing of a later one. The functions with a `request` run in the store's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from halfstep.checkpoint.paths import CHECKPOINTS
+from halfstep.errors import StoreFailed
+from halfstep.files import LARGEST_JSON, flush, strict_json, write_json
+from halfstep.journal.jsonl import JOURNAL, LOG, parts_of
+from halfstep.store.address import parse_address
+from halfstep.store.objects import CHANGED, MISSING, PART, SHORT, Store
+from halfstep.train.run_folder import RECIPE, RESTORING
+
+OWNER, COMMIT, KEPT = "OWNER.json", "COMMIT.json", "kept"
+LEASE = "remote.json"
+"""The file in the run's folder that names the run in the store, and the number of its launch."""
+BEST, MANIFEST, STATE = "best.safetensors", "MANIFEST.json", "rank-00000.json"
+BESIDE = (RECIPE, JOURNAL, LOG, BEST)
+FORM = 1
+TAKEN, DAMAGED = "taken", "damaged"
+"""Kinds of failure: the place is another launch's or another run's; no checkpoint in it is intact."""
+TRIES = 5
+_DIRECTORY = re.compile(r"(step-([0-9]{8,15})\.([0-9a-f]{4,12}))-([0-9a-f]{4,8})-([0-9a-f]{16})")
+_FILE = re.compile(r"rank-[0-9]{5}\.(?:safetensors|json)|MANIFEST\.json")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_BLOCK = re.compile(rf"{KEPT}/([0-9a-f]{{4,8}})-([0-9a-f]{{16}})/([0-9a-f]{{64}})")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The claim of a launch on a place in a store."""
+
+    address: str
+    patience: float
+    run: str
+    """Drawn once for each run: another run must not use the same place."""
+    number: int
+    """The number of the launch, counted over all machines."""
+    launch: str
+    conditional: bool
+    """Whether the store honours `If-None-Match` and `If-Match`."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.number:04x}-{self.launch}"
+
+    def covers(self, number: int, launch: str) -> bool:
+        """Return whether this launch may remove objects of a launch: its own, and those of earlier ones."""
+        return number < self.number or launch == self.launch
+
+
+@dataclass(frozen=True)
+class Known:
+    """The run and the launch that a folder on disk belongs to."""
+
+    run: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The content of OWNER.json."""
+
+    run: str
+    number: int
+    launch: str
+    newest: str | None = None
+    """The last commit, for a listing that does not show it yet."""
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+
+    def text(self) -> bytes:
+        return _with_seal({"form": FORM, **asdict(self)})
+
+
+class Directory(NamedTuple):
+    """The name of a checkpoint in the store; a later one is greater."""
+
+    launch_number: int
+    number: int
+    attempt: int
+    launch: str
+    name: str
+
+    @property
+    def key(self) -> str:
+        return f"{CHECKPOINTS}/{self.name}-{self.launch_number:04x}-{self.launch}"
+
+
+class Seal(NamedTuple):
+    """The size and the digest of an object."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The content of COMMIT.json."""
+
+    run: str
+    name: str
+    files: Mapping[str, Seal]
+    beside: Mapping[str, Sequence[Seal]]
+    """The other files that a resume needs, each as its blocks."""
+
+    def text(self) -> bytes:
+        return _with_seal({"form": FORM, **asdict(self)})
+
+    @property
+    def blocks(self) -> Iterator[Seal]:
+        """All blocks of all other files."""
+        return (seal for blocks in self.beside.values() for seal in blocks)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored from a store."""
+
+    name: str | None
+    """The checkpoint, or None where the store has none."""
+    known: Known | None
+    """The run in the store, if there is one."""
+    skipped: Mapping[str, str]
+    """Newer checkpoints that are damaged, and why."""
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Restored:
+        known = content["known"]
+        return cls(content["name"], Known(**known) if known else None, content["skipped"])
+
+
+class Damaged(Exception):
+    """A checkpoint in the store that is not what was committed; its text is the reason."""
+
+
+def claim(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a launch the owner of a place and return its lease; raise StoreFailed `taken` for another run's place."""
+    store = _store(request)
+    known = Known(**request["known"])
+    conditional = store.honours_conditions()
+    for _ in range(TRIES):
+        owner, tag = read_owner(store)
+        if owner is not None and owner.launch == request["launch"]:
+            return asdict(_lease(request, owner, conditional))
+        if owner is None:
+            wanted = Owner(known.run, known.number + 1, request["launch"])
+        else:
+            _refuse_others(store, owner, known)
+            wanted = Owner(owner.run, owner.number + 1, request["launch"], owner.newest)
+        if _write_owner(store, wanted, tag, conditional):
+            return asdict(_lease(request, wanted, conditional))
+    raise _taken(store, "is claimed by another launch again and again")
+
+
+def _lease(request: Mapping[str, Any], owner: Owner, conditional: bool) -> Lease:
+    return Lease(request["address"], request["patience"], owner.run, owner.number, owner.launch, conditional)
+
+
+def _refuse_others(store: Store, owner: Owner, known: Known) -> None:
+    if known.run != owner.run:
+        raise _taken(store, "holds another run than this folder")
+    newest = max(committed(store, owner), default=None)
+    if newest is not None and newest.launch_number > known.number:
+        raise _taken(store, f"is ahead of this folder: another machine trained this run to step {newest.attempt:,}")
+
+
+def _taken(store: Store, what: str) -> StoreFailed:
+    return StoreFailed(
+        f"{store.address} {what}",
+        allowed="one run for each address, and one launch of it at a time",
+        do=f"give checkpoint.remote={store.address}-2; or, to continue the run in the store, start in an empty folder",
+        kind=TAKEN,
+    )
+
+
+def read_owner(store: Store) -> tuple[Owner | None, str]:
+    """Return the owner of a place with the tag of its object; None where there is none."""
+    try:
+        text, tag = store.read_with_tag(OWNER)
+        content = _unsealed(text)
+        return Owner(**{name: content[name] for name in ("run", "number", "launch", "newest", "host", "pid")}), tag
+    except StoreFailed as failure:
+        if failure.kind != MISSING:
+            raise
+        return None, ""
+    except (Damaged, KeyError, TypeError):
+        raise _taken(store, f"has an {OWNER} that halfstep did not write, or that is damaged") from None
+
+
+def _write_owner(store: Store, owner: Owner, tag: str, conditional: bool) -> bool:
+    """Write OWNER.json over the version with this tag, or the first one; return whether it is there."""
+    if not conditional:
+        store.put(OWNER, owner.text())
+        return True
+    return store.replace(OWNER, owner.text(), tag) if tag else store.create(OWNER, owner.text())
+
+
+def upload(request: Mapping[str, Any]) -> str | None:
+    """Upload and commit a checkpoint of the run in `folder`, then remove older ones; return the name of the commit.
+
+    `withdrawn` are checkpoints that the run has set aside: they are removed first. None where local retention has
+    removed the checkpoint before it could be opened. Raises StoreFailed `taken` where a later launch owns the place.
+    """
+    lease, folder, name = Lease(**request["lease"]), Path(request["folder"]), str(request["name"])
+    store = _store(request["lease"])
+    owner, tag = _owned(store, lease)
+    found = committed(store, owner)
+    for one in found:
+        if one.name in request["withdrawn"] and lease.covers(one.launch_number, one.launch):
+            store.delete(f"{one.key}/{COMMIT}")
+    with contextlib.ExitStack() as opened:
+        try:
+            files = _open_all(folder / CHECKPOINTS / name, opened)
+        except FileNotFoundError:
+            return None
+        seals = _seals(files)
+        if any(one.name == name and _manifest_in(store, one) == seals[MANIFEST] for one in found):
+            return None
+        target = _parsed(f"{name}-{lease.place}")
+        assert target is not None
+        for file, content in files.items():
+            _send_once(store, f"{target.key}/{file}", content, seals[file].size)
+        beside = {one: _send_blocks(store, lease, blocks) for one, blocks in _beside(folder, files[STATE], opened)}
+    _, tag = _owned(store, lease)
+    _write_commit(store, target, Commit(lease.run, name, seals, beside), lease)
+    if not _write_owner(store, Owner(lease.run, lease.number, lease.launch, target.key), tag, lease.conditional):
+        _owned(store, lease)
+    retain(store, lease, target, int(request["keep"]), request["skipped"])
+    return target.key
+
+
+def _owned(store: Store, lease: Lease) -> tuple[Owner, str]:
+    """Return the owner, this launch; raise StoreFailed `taken` where it is another one."""
+    owner, tag = read_owner(store)
+    if owner is None:  # somebody removed it
+        _write_owner(store, Owner(lease.run, lease.number, lease.launch), "", lease.conditional)
+        owner, tag = read_owner(store)
+    if owner is None or owner.launch != lease.launch:
+        by = f"launch {owner.number} on {owner.host}" if owner else "nobody"
+        raise _taken(store, f"belongs to {by} now: a later launch continues this run")
+    return owner, tag
+
+
+def _write_commit(store: Store, target: Directory, commit: Commit, lease: Lease) -> None:
+    key = f"{target.key}/{COMMIT}"
+    if not lease.conditional:
+        store.put(key, commit.text())  # unique names carry the protocol: no other launch writes this key
+    elif not store.create(key, commit.text()) and _manifest_in(store, target) != commit.files[MANIFEST]:
+        raise _taken(store, f"has another {key}")
+
+
+def _open_all(folder: Path, opened: contextlib.ExitStack) -> dict[str, BinaryIO]:
+    """Open all files of a checkpoint: what is open stays readable when retention removes it."""
+    return {path.name: opened.enter_context(path.open("rb")) for path in sorted(folder.iterdir())}
+
+
+def _seals(files: Mapping[str, BinaryIO]) -> dict[str, Seal]:
+    """Return size and SHA-256 of each file: the manifest has those of all others."""
+    text = files[MANIFEST].read()
+    listed = {name: Seal(*entry) for name, entry in strict_json(text)["files"].items()}
+    if set(listed) | {MANIFEST} != set(files):
+        raise StoreFailed(f"a checkpoint with the files {', '.join(sorted(files))}", kind=DAMAGED)
+    return {**listed, MANIFEST: Seal(len(text), hashlib.sha256(text).hexdigest())}
+
+
+def _manifest_in(store: Store, one: Directory) -> Seal | None:
+    """Return the seal of the manifest of a committed checkpoint; None where its commit is damaged."""
+    with contextlib.suppress(Damaged):
+        return read_commit(store, one).files[MANIFEST]
+    return None
+
+
+def _send_once(store: Store, key: str, content: bytes | BinaryIO, size: int) -> None:
+    # A key is never used for two contents: an object of this size is from an earlier attempt of this launch.
+    facts = store.size_and_tag(key)
+    if facts is None or facts.size != size:
+        store.put(key, content)
+
+
+def _beside(folder: Path, state: BinaryIO, opened: contextlib.ExitStack) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """Yield the other files that a resume needs, as they were at the checkpoint, in blocks."""
+    state.seek(0)
+    sizes: dict[str, int] = strict_json(state.read())["position"]["journal_sizes"]
+    for name in BESIDE:
+        parts = _opened_parts(folder / name, opened)
+        if parts:
+            yield name, _blocks(parts, sizes.get(name))
+
+
+def _opened_parts(path: Path, opened: contextlib.ExitStack) -> list[BinaryIO]:
+    """Open a file, or all parts of a journal; again where the journal was divided meanwhile."""
+    for _ in range(TRIES):
+        found = [part for part in parts_of(path) if part.path.is_file()]
+        try:
+            files: list[BinaryIO] = [opened.enter_context(part.path.open("rb")) for part in found]
+        except FileNotFoundError:
+            continue
+        if [part.begin for part in parts_of(path) if part.path.is_file()] == [part.begin for part in found]:
+            return files
+    return []
+
+
+def _blocks(parts: Sequence[BinaryIO], size: int | None) -> Iterator[bytes]:
+    # Blocks of a fixed size: the earlier blocks of a growing journal stay the same, and are sent once.
+    left, block = size, b""
+    for part in parts:
+        while more := part.read(PART - len(block) if left is None else min(PART - len(block), left)):
+            left = None if left is None else left - len(more)
+            block += more
+            if len(block) == PART:
+                yield block
+                block = b""
+    if block:
+        yield block
+
+
+def _send_blocks(store: Store, lease: Lease, blocks: Iterator[bytes]) -> list[Seal]:
+    sent = []
+    for block in blocks:
+        seal = Seal(len(block), hashlib.sha256(block).hexdigest())
+        _send_once(store, f"{KEPT}/{lease.place}/{seal.sha256}", block, seal.size)
+        sent.append(seal)
+    return sent
+
+
+def retain(store: Store, lease: Lease, newest: Directory, keep: int, skipped: Sequence[str] = ()) -> None:
+    """Remove all but the newest `keep` commits and what belongs to no commit; only after the commit of `newest`.
+
+    `skipped` are checkpoints that were found damaged; they do not count.
+    """
+    objects = [one.key for one in store.list(f"{CHECKPOINTS}/")]
+    # The listing may not show the newest one yet.
+    found = sorted({one for one in _commits(objects) if one.key not in skipped} | {newest}, reverse=True)
+    kept = {one.key for one in found[:keep]}
+    removable = {one.key: one for key in objects if (one := _directory_of(key)) and one.key not in kept}
+    removable = {key: one for key, one in removable.items() if lease.covers(one.launch_number, one.launch)}
+    # The commits first: a crash after that leaves files that belong to no checkpoint, and no torn checkpoint.
+    for key in objects:
+        if key.endswith(f"/{COMMIT}") and key.removesuffix(f"/{COMMIT}") in removable:
+            store.delete(key)
+    for key in objects:
+        if key.rpartition("/")[0] in removable and not key.endswith(f"/{COMMIT}"):
+            store.delete(key)
+    with contextlib.suppress(Damaged):  # then nobody knows which blocks it needs
+        used = {seal.sha256 for directory in found[:keep] for seal in read_commit(store, directory).blocks}
+        for kept_object in store.list(f"{KEPT}/"):
+            block = _BLOCK.fullmatch(kept_object.key)
+            if block and block[3] not in used and lease.covers(int(block[1], 16), block[2]):
+                store.delete(kept_object.key)
+
+
+def committed(store: Store, owner: Owner | None) -> list[Directory]:
+    """Return the committed checkpoints; the last one also where a listing does not show it yet."""
+    keys = [one.key for one in store.list(f"{CHECKPOINTS}/")]
+    if owner is not None and owner.newest is not None:
+        key = f"{owner.newest}/{COMMIT}"
+        if key not in keys and store.size_and_tag(key) is not None:
+            keys.append(key)
+    return list(_commits(keys))
+
+
+def _commits(keys: Sequence[str]) -> Iterator[Directory]:
+    for key in keys:
+        directory = _directory_of(key)
+        if directory is not None and key == f"{directory.key}/{COMMIT}":
+            yield directory
+
+
+def _directory_of(key: str) -> Directory | None:
+    top, _, rest = key.partition("/")
+    return _parsed(rest.partition("/")[0]) if top == CHECKPOINTS else None
+
+
+def _parsed(name: str) -> Directory | None:
+    found = _DIRECTORY.fullmatch(name)
+    return Directory(int(found[4], 16), int(found[3], 16), int(found[2]), found[5], found[1]) if found else None
+
+
+def read_commit(store: Store, one: Directory) -> Commit:
+    """Return the content of a commit; raise Damaged where it is not what halfstep wrote."""
+    try:
+        content = _unsealed(store.read_whole(f"{one.key}/{COMMIT}"))
+        files = {name: _seal(*entry) for name, entry in content["files"].items()}
+        beside = {name: [_seal(*block) for block in blocks] for name, blocks in content["beside"].items()}
+        commit = Commit(content["run"], content["name"], files, beside)
+    except StoreFailed as failure:
+        raise _damage(failure, COMMIT) from None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise Damaged(f"{COMMIT} is not one of halfstep") from None
+    # Names become paths: anything but our own is refused.
+    is_ours = commit.name == one.name and all(_FILE.fullmatch(name) for name in files) and MANIFEST in files
+    if not is_ours or RECIPE not in beside or not set(beside) <= set(BESIDE):
+        raise Damaged(f"{COMMIT} is not one of halfstep")
+    return commit
+
+
+def _seal(size: object, digest: object) -> Seal:
+    if type(size) is not int or size < 0 or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        raise ValueError
+    return Seal(size, digest)
+
+
+def _damage(failure: StoreFailed, what: str) -> Exception:
+    """Return Damaged for an object that is missing or has another size, and the failure itself for any other."""
+    reasons = {MISSING: "is missing", SHORT: "has another size", CHANGED: "was replaced while it was read"}
+    return Damaged(f"{what} {reasons[failure.kind]}") if failure.kind in reasons else failure
+
+
+def restore(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Download the newest intact checkpoint of a place into an empty run folder, with all that a resume needs.
+
+    Every byte is compared with the commit. Returns a `Restored`. Raises StoreFailed `damaged` where there are commits
+    and none is intact.
+    """
+    store, folder = _store(request), Path(request["folder"])
+    owner, _ = read_owner(store)
+    found = sorted(committed(store, owner), reverse=True)
+    latest = max([one.launch_number for one in found] + ([owner.number] if owner is not None else []), default=0)
+    skipped: dict[str, str] = {}
+    for one in found:
+        try:
+            commit = read_commit(store, one)
+            _download(store, one, commit, folder / RESTORING)
+        except Damaged as damage:
+            skipped[one.key] = str(damage)
+            continue
+        known = Known(owner.run if owner is not None else commit.run, latest)
+        _put_in_place(folder, {"remote": request["address"], **asdict(known)})
+        return asdict(Restored(one.name, known, skipped))
+    if skipped:
+        lines = "\n    ".join(f"{key}: {problem}" for key, problem in list(skipped.items())[:10])
+        raise StoreFailed(
+            f"{store.address} has no intact checkpoint:\n    {lines}",
+            allowed="at least one intact checkpoint; a run is never restarted silently",
+            do=f"give checkpoint.remote={store.address}-2 to start again",
+            kind=DAMAGED,
+        )
+    return asdict(Restored(None, Known(owner.run, latest) if owner is not None else None, {}))
+
+
+def _download(store: Store, one: Directory, commit: Commit, draft: Path) -> None:
+    shutil.rmtree(draft, ignore_errors=True)
+    target = draft / CHECKPOINTS / one.name
+    target.mkdir(parents=True)
+    for name, seal in commit.files.items():
+        _fetch(store, target / name, [(f"{one.key}/{name}", seal)])
+    place = f"{KEPT}/{one.launch_number:04x}-{one.launch}"
+    for name, blocks in commit.beside.items():
+        _fetch(store, draft / name, [(f"{place}/{seal.sha256}", seal) for seal in blocks])
+    flush(target)
+    flush(draft)
+
+
+def _fetch(store: Store, path: Path, objects: Sequence[tuple[str, Seal]]) -> None:
+    """Write objects one after the other to a file; each is compared, and asked for again once."""
+    with path.open("wb") as file:
+        for key, seal in objects:
+            begin = file.tell()
+            if _fetched(store, key, seal, file) != seal.sha256:
+                file.seek(begin)
+                file.truncate()
+                if _fetched(store, key, seal, file) != seal.sha256:
+                    raise Damaged(f"{path.name} has the right size and another SHA-256 than was committed")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fetched(store: Store, key: str, seal: Seal, file: BinaryIO) -> str:
+    name, digest = key.rpartition("/")[2], hashlib.sha256()
+    try:
+        facts = store.size_and_tag(key)
+        if facts is None or facts.size != seal.size:
+            reason = "is missing" if facts is None else f"has {facts.size:,} bytes, and {seal.size:,} were committed"
+            raise Damaged(f"{name} {reason}")
+        for part in store.ranges(key, facts):
+            digest.update(part)
+            file.write(part)
+    except StoreFailed as failure:
+        raise _damage(failure, name) from None
+    return digest.hexdigest()
+
+
+def _put_in_place(folder: Path, lease: Mapping[str, Any]) -> None:
+    """Move the restored files into the run's folder; the recipe, which makes it a run, comes last."""
+    draft = folder / RESTORING
+    write_json(folder / LEASE, lease)
+    for name in (CHECKPOINTS, JOURNAL, LOG, BEST, RECIPE):
+        if (draft / name).exists():
+            os.rename(draft / name, folder / name)
+        if name == BEST:
+            flush(folder)
+    flush(folder)
+    shutil.rmtree(draft)
+
+
+def _with_seal(content: Mapping[str, Any]) -> bytes:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f'{{"seal":"{hashlib.sha256(text.encode()).hexdigest()}","content":{text}}}\n'.encode()
+
+
+def _unsealed(text: bytes) -> dict[str, Any]:
+    try:
+        found = strict_json(text[:LARGEST_JSON])
+        content: dict[str, Any] = found["content"]
+        is_intact = _with_seal(content) == text and content["form"] == FORM
+    except (ValueError, KeyError, TypeError):
+        is_intact = False
+    if not is_intact:
+        raise Damaged("it is cut or changed")
+    return content
+
+
+def _store(request: Mapping[str, Any]) -> Store:
+    return Store(parse_address(request["address"], "checkpoint.remote"), request["patience"])
