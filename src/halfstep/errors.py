@@ -382,6 +382,7 @@ _EXTRAS = {
     "diffusion": {"diffusers"},
     "video": {"av"},
     "onnx": {"onnx", "onnxruntime", "onnxscript"},
+    "text": {"bitsandbytes", "gguf", "peft", "tokenizers", "transformers"},
 }
 _USUAL = ("train", "vision")
 """Extras that every run needs; others are added to the message where one of their packages is missing."""
