@@ -129,7 +129,14 @@ def test_without_bitsandbytes_the_extra_is_named(base: Path, monkeypatch: pytest
 
 def settings(base: Path, folder: Path, *more: str) -> list[str]:
     return [
-        *("data.name=python", "data.samples=4", "data.vocabulary=512", "data.length=32", f"model.base={base}"),
+        *(
+            "data.name=python",
+            "data.samples=4",
+            "data.vocabulary=512",
+            "data.length=32",
+            "train.batch_size=16",
+            f"model.base={base}",
+        ),
         *("train.steps=8", "schedule.warmup_steps=2", "checkpoint.every_steps=3", "train.strict=true", "num_workers=0"),
         *("optimizer.lr=1e-2", f"run.dir={folder}", *more),
     ]

@@ -171,15 +171,17 @@ class Text(Task):
             sampling = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k}
         # The newest tokens, where a prompt is longer than what the model was trained with.
         prompt = tokens[-max(1, self.recipe.data.length - options.new_tokens) :].unsqueeze(0)
-        written = model.language.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=options.new_tokens,
-            pad_token_id=self._end,
-            eos_token_id=self._end,
-            use_cache=True,
-            **sampling,
-        )[0, prompt.shape[1] :].tolist()
+        with adapters.computing(model):
+            found = model.language.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=options.new_tokens,
+                pad_token_id=self._end,
+                eos_token_id=self._end,
+                use_cache=True,
+                **sampling,
+            )
+        written = found[0, prompt.shape[1] :].tolist()
         ended = bool(written) and written[-1] == self._end
         text = self._tokenizer.decode(written[:-1] if ended else written)
         return Prediction(values={"text": text, "tokens": len(written), "ended": ended})
@@ -191,10 +193,10 @@ class Text(Task):
         model.inner.config.use_cache = True
         if model.has_adapter:
             return self._write_merged(model, folder) if merge else self._write_adapter(model, folder)
-        model.language.save_pretrained(folder)
-        building.save_tokenizer(self._tokenizer, self._end, folder)
         if merge:
             raise WrongUse("a merge without an adapter", allowed="runs with model.adapter", do="leave --merge out")
+        model.language.save_pretrained(folder)
+        building.save_tokenizer(self._tokenizer, self._end, folder)
         again = LanguageModel(building.load_base(str(folder), False, dtype=torch.float32))
         return [compared_logits(model, again, self._vocabulary)]
 
@@ -223,7 +225,8 @@ class Text(Task):
         for first in range(0, len(numbers), TOGETHER):
             windows = (source.read(number) for number in numbers[first : first + TOGETHER])
             batch = self.collate("val", [self.transform("val", window) for window in windows])
-            loss = self.loss(model.eval(), {name: tensor.to(device) for name, tensor in batch.items()})
+            with adapters.computing(model):
+                loss = self.loss(model.eval(), {name: tensor.to(device) for name, tensor in batch.items()})
             total, count = total + float(loss.sum), count + int(loss.count)
         return total / max(count, 1)
 

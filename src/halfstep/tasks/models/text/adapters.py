@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from halfstep.data.file_state import block_starts, content_digest
 from halfstep.errors import BadData, BadRecipe, WrongUse, missing_extra
 from halfstep.formats import BF16, FP32, format_of, is_narrow
 from halfstep.numbers import size
-from halfstep.precision.precision import Precision
+from halfstep.precision.precision import Precision, precision_named
 from halfstep.tasks.models.text import building
 from halfstep.tasks.models.text.model import LanguageModel
 from halfstep.tasks.options.text import NO_BASE, QUANTIZED
@@ -122,6 +123,13 @@ def store_trained_in_fp32(model: nn.Module) -> list[str]:
     for _, parameter in narrow:
         parameter.data = parameter.data.float()
     return [name for name, _ in narrow]
+
+
+def computing(model: nn.Module) -> AbstractContextManager[object]:
+    """Return the context for inference with a base in 16 bits or fewer: some of its layers may be in fp32."""
+    first = next(model.parameters())
+    wide = all(p.is_floating_point() and not is_narrow(p.dtype) for p in model.parameters())
+    return nullcontext() if wide else precision_named(BF16.name).inference(first.device)
 
 
 # -- before the first step --------------------------------------------------------------------------------------------
