@@ -6,6 +6,8 @@ import copy
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +42,20 @@ def _start(file: Path) -> bytes:
         return opened.read(4)
 
 
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Do without transformers' own progress bars, which break the status line."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def convert_gguf(file: Path, out: Path) -> ConvertedBase:
     """Write the model and the tokenizer of a GGUF file to a new folder, complete or not at all.
 
@@ -52,6 +68,11 @@ def convert_gguf(file: Path, out: Path) -> ConvertedBase:
         if find_spec(package) is None:
             error = ModuleNotFoundError(f"No module named {package!r}", name=package)
             raise missing_extra(error) or error
+    with without_bars():
+        return _converted(file, out)
+
+
+def _converted(file: Path, out: Path) -> ConvertedBase:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -469,9 +469,9 @@ def python_tokens(files: int, vocabulary: int) -> Path:
     if has_tokens(place):
         return place
     try:
-        write_tokens(found, f"train:{vocabulary}", place)
+        write_tokens(found, f"train:{vocabulary}", place, val=0.1)
     except (StorageFailed, FolderTaken):
         if not has_tokens(place):  # another rank was first, or there is no cache: for this process alone
             place = Path(tempfile.mkdtemp(prefix="halfstep-tokens-")) / "python"
-            write_tokens(found, f"train:{vocabulary}", place)
+            write_tokens(found, f"train:{vocabulary}", place, val=0.1)
     return place

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.data.dataset import Sample, Source
+from halfstep.data.gguf_base import without_bars
 from halfstep.data.layout import data_place
 from halfstep.data.token_files import TOKENIZER, TokenArray, TokenIndex, read_index
 from halfstep.data.token_windows import TokenWindows
@@ -191,8 +192,12 @@ class Text(Task):
         assert isinstance(model, LanguageModel)
         self._known()
         model.inner.config.use_cache = True
-        if model.has_adapter:
-            return self._write_merged(model, folder) if merge else self._write_adapter(model, folder)
+        with without_bars():
+            if model.has_adapter:
+                return self._write_merged(model, folder) if merge else self._write_adapter(model, folder)
+            return self._write_whole(model, folder, merge)
+
+    def _write_whole(self, model: LanguageModel, folder: Path, merge: bool) -> list[str]:
         if merge:
             raise WrongUse("a merge without an adapter", allowed="runs with model.adapter", do="leave --merge out")
         model.language.save_pretrained(folder)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
 
+from halfstep.data.gguf_base import without_bars
 from halfstep.data.token_files import TOKENIZER
 from halfstep.errors import BadData, in_one_line
 
@@ -73,7 +73,7 @@ def as_plain(config: Any) -> dict[str, Any]:
 
 def load_base(name: str, download: bool, **more: Any) -> Any:
     """Return a pretrained model from a folder, or from the hub where that was allowed; raise BadData where it fails."""
-    with _base_read(name, download), _without_bars():
+    with _base_read(name, download), without_bars():
         place = os.path.expanduser(name)
         # Weights as safetensors alone: other files of weights are pickles.
         return AutoModelForCausalLM.from_pretrained(
@@ -99,18 +99,6 @@ def _base_read(name: str, download: bool) -> Iterator[None]:
             allowed="config.json and .safetensors of a causal language model that transformers knows",
             do="check the name and the network" if download else f"check the files in {name}, or copy them again",
         ) from error
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Load without transformers' own progress bars, which break the status line."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def base_tokenizer(name: str) -> Path | None:
