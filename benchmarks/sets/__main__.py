@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.sets import aerial_buildings, dsprites, groceries
+from benchmarks.sets import aerial_buildings, dsprites, groceries, smollm2, sotu
 from halfstep.data.sets.getting import get
 
-SETS = {"aerial_buildings": aerial_buildings, "dsprites": dsprites, "groceries": groceries}
+SETS = {
+    "aerial_buildings": aerial_buildings,
+    "dsprites": dsprites,
+    "groceries": groceries,
+    "smollm2": smollm2,
+    "sotu": sotu,
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -407,6 +407,7 @@ _EXTRAS = {
     "onnx": {"onnx", "onnxruntime", "onnxscript"},
     "parquet": {"pyarrow"},
     "store": {"obstore"},
+    "text": {"bitsandbytes", "gguf", "peft", "tokenizers", "transformers"},
 }
 _USUAL = ("train", "vision")
 """Extras that every run needs; others are added to the message where one of their packages is missing."""

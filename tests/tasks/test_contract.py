@@ -22,7 +22,7 @@ from halfstep.precision.precision import precision_named
 from halfstep.runs.registry import task_names
 from halfstep.train.task import Task
 from tests.support.digest import digest_of_run
-from tests.tasks.made import batch_of, made
+from tests.tasks.made import batch_of, made, mean_loss
 
 TASKS = task_names()
 
@@ -45,7 +45,7 @@ def stepper_of(task: Task, precision: str = "fp32") -> Stepper:
 
 def test_loss_is_finite_and_reaches_every_parameter(task: Task) -> None:
     model = task.model()
-    loss = task.loss(model, batch_of(task, "train"))
+    loss = mean_loss(task.loss(model, batch_of(task, "train")))
     assert torch.isfinite(loss)
     loss.backward()
     unmoved = [name for name, p in model.named_parameters() if p.grad is None or not torch.isfinite(p.grad).all()]
@@ -65,10 +65,10 @@ def test_steps_lower_the_loss(task: Task) -> None:
 def test_losses_in_16_bits_are_wide_and_close(task: Task, precision: str) -> None:
     model, batch = task.model(), batch_of(task, "train")
     torch.manual_seed(0)
-    reference = task.loss(model, batch)
+    reference = mean_loss(task.loss(model, batch))
     torch.manual_seed(0)
     with precision_named(precision).autocast(torch.device("cpu")):
-        narrow = task.loss(model, batch)
+        narrow = mean_loss(task.loss(model, batch))
     assert narrow.dtype is torch.float32
     assert narrow.item() == pytest.approx(reference.item(), rel=0.05)
 
@@ -78,7 +78,10 @@ def test_a_skipped_step_did_not_happen(task: Task) -> None:
     assert stepper.step(task.loss, batch).applied
     before = digest_of_run(stepper)
     spoiled = {name: t * math.nan if t.is_floating_point() else t for name, t in batch.items()}
-    assert not stepper.step(task.loss, spoiled).applied
+    if any(t.is_floating_point() for t in batch.values()):
+        assert not stepper.step(task.loss, spoiled).applied
+    else:
+        assert not stepper.step(lambda *given: mean_loss(task.loss(*given)) * math.nan, batch).applied
     assert digest_of_run(stepper) == before
     assert stepper.step(task.loss, batch).applied
 
@@ -137,7 +140,8 @@ def test_waiting_for_the_gpu_is_seen() -> None:
 
 def test_facts_are_enough_to_predict_without_data(task: Task) -> None:
     model = task.model().eval()
-    image = task.source("val").read(0)["image"]
+    image = task.prompt("def ") if task.reads == "text" else task.source("val").read(0)["image"]
+    torch.manual_seed(0)
     expected = task.predict(model, image)
     kept = json.loads(json.dumps(task.facts()))
 
@@ -146,6 +150,7 @@ def test_facts_are_enough_to_predict_without_data(task: Task) -> None:
     again.source = None  # type: ignore[assignment, method-assign]
     copy = again.model()
     copy.load_state_dict(model.state_dict())
+    torch.manual_seed(0)
     got = again.predict(copy.eval(), image)
     assert got.values == expected.values
     assert got.values
@@ -161,7 +166,7 @@ def test_nothing_to_remember_is_no_error(task: Task) -> None:
 @torch.no_grad()
 def test_pictures_are_8_bit_colour(task: Task) -> None:
     shown = task.shown(task.model().eval(), batch_of(task, "val", 2))
-    assert len(shown) == 2
+    assert len(shown) == (0 if task.reads == "text" else 2)
     for picture in (picture for one in shown for picture in one.panels.values()):
         assert picture.dtype == np.uint8
         assert picture.ndim == 3
@@ -175,7 +180,9 @@ def test_augmentation_is_decided_by_torchs_generator(task: Task) -> None:
         return list(batch_of(task, "train").values())
 
     assert all(torch.equal(a, b) for a, b in zip(drawn(1), drawn(1), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(drawn(1), drawn(2), strict=True))
+    # Text is not augmented.
+    is_same = all(torch.equal(a, b) for a, b in zip(drawn(1), drawn(2), strict=True))
+    assert is_same == (task.reads == "text")
 
 
 def test_every_field_has_a_sentence(task: Task) -> None:

@@ -20,7 +20,11 @@ from halfstep.runs.registry import task_names
 TINY = [name for name in recipe_names() if name.endswith("_tiny")]
 SMALLER = ["train.steps=3", "train.batch_size=2", "data.samples=16", "run.pictures=1", "num_workers=0"]
 """fp16 convolutions are slow on a CPU: fewer samples, and smaller ones."""
-SIZES = {"segmentation": ["data.size=16", "data.crop=16"], "classification": ["data.size=32"]}
+SIZES = {
+    "segmentation": ["data.size=16", "data.crop=16"],
+    "classification": ["data.size=32"],
+    "text": ["data.length=32", "data.vocabulary=320", "data.samples=4"],
+}
 """The ResNet halves an image five times. On maps of 1 × 1, torch 2.13's bf16 convolution with a stride of 2 (oneDNN,
 AVX-512) takes the gradient of one column of its 3 × 3 kernel from memory that nothing has written: often 0, now and
 then NaN."""

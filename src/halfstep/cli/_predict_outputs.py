@@ -36,7 +36,7 @@ def writing(place: Path) -> AbstractContextManager[None]:
     )
 
 
-WRITTEN = ("predictions.csv", "samples.png", "masks", "overlays")
+WRITTEN = ("predictions.csv", "samples.png", "masks", "overlays", "texts")
 """Names that a prediction may write."""
 
 
@@ -61,7 +61,7 @@ def check_place(place: Path, overwrite: bool) -> None:
 
 
 HOW = (
-    *("model.sampler", "model.sample_steps", "model.guidance"),
+    *("model.sampler", "model.sample_steps", "model.guidance", "model.new_tokens", "model.temperature", "model.top_k"),
     *("data.tile", "data.overlap", "data.frames", "data.every"),
 )
 """Settings that the weights do not depend on. All others define the trained model."""

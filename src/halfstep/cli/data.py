@@ -1,4 +1,4 @@
-"""`halfstep data`: check a user's data before a run, index shards, and download public data sets."""
+"""`halfstep data`: check a user's data before a run, index shards, make tokens of text, download public data sets."""
 
 from __future__ import annotations
 
@@ -16,16 +16,28 @@ from halfstep.printable import in_line
 from halfstep.terminal import progress, say
 
 GROUP = "Run"
-ACTIONS = ("list", "check", "get", "index")
-_EXAMPLES = {"check": ("FOLDER", "photos"), "get": ("NAME", "cifar10"), "index": ("SRC", "shards")}
+ACTIONS = ("list", "check", "get", "index", "tokens", "base")
+_EXAMPLES = {
+    "check": ("FOLDER", "photos"),
+    "get": ("NAME", "cifar10"),
+    "index": ("SRC", "shards"),
+    "base": ("FILE.gguf --out FOLDER", "model.gguf --out base"),
+    "tokens": ("FILES --tokenizer FILE --out FOLDER", "*.txt --tokenizer train:4096 --out tokens"),
+}
 
 
 def run(
-    action: Annotated[str, typer.Argument(help="list, check, get or index.", metavar="[ACTION]")] = "list",
+    action: Annotated[
+        str, typer.Argument(help="list, check, get, index, tokens or base.", metavar="[ACTION]")
+    ] = "list",
     what: Annotated[
         str | None,
-        typer.Argument(help="check: a folder. get: the name of a data set. index: a folder of shards, or one."),
+        typer.Argument(
+            help="check: a folder. get: the name of a data set. index: a folder of shards, or one. tokens: files or "
+            "folders. base: a file."
+        ),
     ] = None,
+    more: Annotated[list[str] | None, typer.Argument(help="tokens: more of them.", metavar="[FILE]...")] = None,
     task: Annotated[
         str | None, typer.Option(help="check: segmentation or classification, where the folder does not tell.")
     ] = None,
@@ -35,14 +47,29 @@ def run(
     classes: Annotated[
         int | None, typer.Option(help="check: how many classes masks have, where their values do not tell.", min=2)
     ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="tokens: a tokenizer.json, or train:4096 for one of this size.", metavar="FILE")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="tokens and base: the folder to make.", metavar="FOLDER")] = None,
+    val: Annotated[
+        float, typer.Option(help="tokens: the share of the documents that is held out.", min=0.0001, max=0.9)
+    ] = 0.05,
+    end: Annotated[
+        str | None, typer.Option(help="tokens: the end token, where the tokenizer does not tell.", metavar="TOKEN")
+    ] = None,
+    separator: Annotated[
+        str | None, typer.Option(help="tokens: text between two documents of one file.", metavar="TEXT")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Check your data folder before training on it, or get a real data set.
+    """Check your data folder before training on it, make tokens of text, or get a real data set.
 
     check FOLDER reads every file and reports on one page the mistakes, how masks are read and how the classes are
     balanced; exit code 65 if a run would fail or its figures would be wrong. get NAME downloads a set; list shows the
     sets. index SRC writes the index of WebDataset shards next to them, so that no run has to read them for it;
-    interrupted, it continues where it was.
+    interrupted, it continues where it was. tokens FILES --tokenizer train:4096 --out FOLDER makes shards of tokens for
+    a language model; a document is a file, or a line of a .jsonl file, and whole documents are held out. base FILE.gguf
+    --out FOLDER converts a GGUF file to a folder that transformers reads.
     """
     if action not in ACTIONS:
         raise unknown_name("action", action, ACTIONS)
@@ -53,6 +80,10 @@ def run(
         raise WrongUse(
             f"{action} what?", allowed=f"halfstep data {action} {kind}", do=f"halfstep data {action} {example}"
         )
+    elif action == "tokens":
+        _tokens([what, *(more or ())], tokenizer, out, val, end, separator, json)
+    elif action == "base":
+        _base(Path(what), out, json)
     elif action == "check":
         _check(what, task, masks, classes, json)
     elif action == "index":
@@ -61,10 +92,58 @@ def run(
         _get(what, json)
 
 
+def _tokens(
+    places: list[str],
+    tokenizer: str | None,
+    out: Path | None,
+    val: float,
+    end: str | None,
+    separator: str | None,
+    json: bool,
+) -> None:
+    from halfstep.data.tokenizing import write_tokens
+
+    if tokenizer is None or out is None:
+        lacks = "--tokenizer" if tokenizer is None else "--out"
+        raise WrongUse(
+            f"tokens without {lacks}",
+            allowed="halfstep data tokens FILES --tokenizer FILE|train:4096 --out FOLDER",
+            do="add --tokenizer train:4096" if tokenizer is None else "add --out FOLDER",
+        )
+    with progress("tokenizing", "documents") as on_progress:
+        report = write_tokens(places, tokenizer, out, val=val, end=end, separator=separator, on_progress=on_progress)
+    following = shlex.join(["halfstep", "train", "text_small", "--data_dir", str(out)])
+    more = Paragraph(f"next: {in_line(following)}", wrap=False)
+    show_result({**report.as_dict(), "next": following}, report.page().followed_by(more), json)
+
+
+def _base(file: Path, out: Path | None, json: bool) -> None:
+    from halfstep.data.gguf_base import convert_gguf
+
+    if out is None:
+        raise WrongUse("base without --out", allowed="halfstep data base FILE.gguf --out FOLDER", do="add --out FOLDER")
+    report = convert_gguf(file, out)
+    show_result(report, report.page(), json)
+
+
+def _check_tokens(folder: Path, json: bool) -> None:
+    from halfstep.data.check.tokens import check_tokens
+
+    with progress("reading", "tokens") as on_progress:
+        report = check_tokens(folder, on_progress)
+    show_result(report, report.page(), json)
+    if not report.ok:
+        raise typer.Exit(DATA)
+
+
 def _check(folder: str, task: str | None, masks: Path | None, classes: int | None, json: bool) -> None:
     from halfstep.data.check.report import check
     from halfstep.data.layout import data_place, find_layout
+    from halfstep.data.token_files import has_tokens
 
+    if has_tokens(data_place(folder)):
+        _check_tokens(data_place(folder), json)
+        return
     layout = find_layout(data_place(folder), task, masks)
     with progress("reading", "files") as on_progress:
         report = check(layout, on_progress, classes)

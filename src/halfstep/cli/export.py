@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._options import Json, OwnTask, RunFolder, show_result
+from halfstep.cli._options import Json, OwnTask, RunFolder, flag, show_result
 from halfstep.errors import WrongUse
 
 GROUP = "Files"
@@ -17,7 +17,10 @@ def run(
     folder: RunFolder,
     format: Annotated[
         str | None,
-        typer.Option(help="safetensors, onnx or torch_export; if left out, as --out ends, else safetensors."),
+        typer.Option(
+            help="safetensors, onnx or torch_export; if left out, as --out ends, else safetensors. "
+            "A language model: transformers, a folder."
+        ),
     ] = None,
     weights: Annotated[
         str | None,
@@ -40,6 +43,7 @@ def run(
     force: Annotated[
         bool, typer.Option("--force", "--overwrite", help="Replace the file where there is one.", metavar="")
     ] = False,
+    merge: Annotated[bool, flag("--merge", "Make an adapter a part of its base's weights, and compare both.")] = False,
     task: OwnTask = None,
     json: Json = False,
 ) -> None:
@@ -50,7 +54,7 @@ def run(
     from halfstep.runs.export_run import export, export_sharded
 
     if max_shard_size is None:
-        one = export(folder, out, format=format, weights=weights, ema=ema, overwrite=force, task=task)
+        one = export(folder, out, format=format, weights=weights, ema=ema, overwrite=force, merge=merge, task=task)
         show_result(one, one.page(), json)
         return
     if format not in (None, "safetensors"):

@@ -1,4 +1,4 @@
-"""`halfstep predict`: predict the images of a folder with a run's model, or draw samples from it."""
+"""`halfstep predict`: predict images or continue texts with a run's model, or draw samples from it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from halfstep.cli._options import Bf16, Fp16, Json, OwnTask, Precision, RunFolder, Weights, flag, opened, show_result
+from halfstep.errors import WrongUse
 
 GROUP = "Run"
+SAMPLES_DRAWN = 40
 COMMAND = {"context_settings": {"ignore_unknown_options": True}}
 
 
@@ -19,16 +21,21 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="[FOLDER] [KEY=VALUE]...",
-            help="Images or clips, in any folders below FOLDER, or one file; then settings of how it is done.",
+            help="Images, clips or prompts, in any folders below FOLDER, or one file; then settings of how it is done.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write; RUN/predictions if left out.")] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace predictions that are there.")] = False,
-    samples: Annotated[int, typer.Option(min=1, max=1000, help="Without FOLDER: how many pictures are made.")] = 40,
+    samples: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Without FOLDER: how many are made; 40 pictures, or 4 texts.")
+    ] = None,
     columns: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Without FOLDER: pictures in a row; 10 where they fit.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Without FOLDER: the seed of the samples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The seed of samples and of written text.")] = 0,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue, by a language model; may be repeated.", metavar="TEXT")
+    ] = None,
     weights: Weights = "best",
     precision: Precision = None,
     bf16: Bf16 = False,
@@ -39,7 +46,8 @@ def run(
     """Predict masks or classes for images, or objects in clips; without FOLDER, draw samples from the model alone.
 
     Writes pictures if the task draws them, and a table of values; or one picture of all samples. Settings after FOLDER
-    change inference only, not the trained weights: model.guidance=4, or --sample_steps 100.
+    change inference only, not the trained weights: model.guidance=4, or --sample_steps 100. A language model continues
+    --prompt TEXT or the text files of FOLDER: --temperature 0 takes the most likely tokens.
     """
     from halfstep.cli._predict_outputs import (
         DrawnSamples,
@@ -57,8 +65,21 @@ def run(
     place = out or folder / "predictions"
     check_place(place, overwrite)
     finished = changed(opened(folder, weights, precision, bf16, fp16, task), settings)
+    if finished.task.reads == "text":
+        from halfstep.cli._predict_text import SAMPLES, continue_texts
+
+        texts = continue_texts(finished, images, prompt or (), place, samples=samples or SAMPLES, seed=seed)
+        show_result(texts, texts.page(), json)
+        return
+    if prompt:
+        raise WrongUse(
+            f"--prompt for {folder}, whose task {finished.recipe.task} reads no text",
+            allowed="runs of the task text",
+            do="leave --prompt out",
+        )
     if images is None:
-        report: DrawnSamples | Predictions = drawn(finished, place, samples=samples, columns=columns, seed=seed)
+        count = samples or SAMPLES_DRAWN
+        report: DrawnSamples | Predictions = drawn(finished, place, samples=count, columns=columns, seed=seed)
     else:
         report = predict(finished, images, place)
     show_result(report, report.page(), json)

@@ -42,9 +42,9 @@ class Source(Protocol):
     """Samples by number. Safe to use from several processes at once.
 
     A source may also have `key(index)`, a name that stays when the whole set is moved; `files_of(index)`, so that a
-    resumed run notices changed contents (samples may share a file; all have some, or none has); and
-    `without_image(index)`. One that notices by itself where a file changes under a run, or that reads no file after its
-    start, has `notices_changes = True`.
+    resumed run notices changed contents (samples may share a file; all have some, or none has), and `every_file()`,
+    each of these files once; and `without_image(index)`. One that notices by itself where a file changes under a run,
+    or that reads no file after its start, has `notices_changes = True`.
     """
 
     def __len__(self) -> int: ...
@@ -67,6 +67,16 @@ def files_of(source: Source, index: int) -> Files:
     # isinstance with a protocol takes 20 µs, and there may be a million samples.
     say: Callable[[int], Files] | None = getattr(source, "files_of", None)
     return say(index) if say else ()
+
+
+def every_file(source: Source) -> Files:
+    """Return the files of all samples, repeated where samples share them; a source may list each once itself."""
+    say: Callable[[], Files] | None = getattr(source, "every_file", None)
+    if say is not None:
+        return say()
+    # There may be a billion samples that are drawn.
+    numbers = range(len(source)) if names_files(source) else ()
+    return (file for number in numbers for file in files_of(source, number))
 
 
 def names_files(source: Source) -> bool:

@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
 
-from halfstep.data.dataset import Seal, Source, files_of, key_of, names_files, seal_of
+from halfstep.data.dataset import Seal, Source, every_file, key_of, seal_of
 from halfstep.data.file_state import block_starts, content_digest
 from halfstep.errors import StateMismatch
 from halfstep.numbers import several
@@ -179,9 +179,7 @@ def _part_of(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePri
     keys = _below([key_of(source, number) for number in range(min(len(source), MOST_KEYS))])
     order = _digest(f"{len(key)}:{key}" for key in keys)
     # A shard is the file of all its samples, and counts once.
-    # There may be a billion samples that are drawn.
-    numbers = range(len(source)) if names_files(source) else ()
-    found = dict.fromkeys((key, os.fspath(path)) for i in numbers for key, path in files_of(source, i))
+    found = dict.fromkeys((key, os.fspath(path)) for key, path in every_file(source))
     rows = [FilePrint(key, 0, NOT_READ) for key in keys]
     whole = True
     if found:

@@ -70,7 +70,7 @@ def _machine(speed: Event) -> list[words.LineItem]:
     """Return throughput, data wait, memory, and the GPU's meters if there is a GPU."""
     wait = numbers.to_float(speed.get("wait_share"))
     items = [
-        words.LineItem(f"{numbers.speed(speed['samples_per_second'])} img/s"),
+        words.LineItem(words.throughput(speed)),
         words.LineItem(f"wait {numbers.share(wait)}", wait > 0.2),
     ]
     memory = speed.get("memory") or {}

@@ -274,6 +274,14 @@ def _cells(row: tuple[str, Any, Any], width: int, has_train: bool, has_val: bool
     ]
 
 
+def throughput(event: Event) -> str:
+    """Return the throughput in the unit of the task."""
+    tokens = event.get("tokens_per_second")
+    if tokens is not None:
+        return f"{numbers.speed(tokens)} tokens/s"
+    return f"{numbers.speed(event['samples_per_second'])} img/s"
+
+
 def _closing(event: Event) -> str:
     best = event.get("best") or {}
     parts = []
@@ -281,7 +289,7 @@ def _closing(event: Event) -> str:
         parts.append("best so far")
     elif best.get("value") is not None:
         parts.append(f"best {numbers.value(best['value'])} in epoch {best['epoch']}")
-    parts += [numbers.duration(event["seconds"]), f"{numbers.speed(event['samples_per_second'])} img/s"]
+    parts += [numbers.duration(event["seconds"]), throughput(event)]
     parts.append(f"lr {numbers.rate(event['lr'])}")
     if any((event.get("skipped") or {}).values()):
         parts.append(skips(event["skipped"]))

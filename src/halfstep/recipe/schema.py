@@ -338,7 +338,7 @@ class Recipe(Section, Generic[ModelT, DataT, LossT]):
     """One complete run."""
 
     task: str
-    """The task: segmentation, classification, diffusion, slots, or one of your own."""
+    """The task: segmentation, classification, diffusion, slots, text, or one of your own."""
     about: str = ""
     """A sentence on what this recipe is for."""
     precision: str = "auto"

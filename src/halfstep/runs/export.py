@@ -45,7 +45,7 @@ from halfstep.train.setup import without_weights
 from halfstep.train.signature import Signature
 from halfstep.train.state import State
 from halfstep.train.task import LeftOut, Task, no_progress
-from halfstep.train.weights import as_saved, finite, write_tensors
+from halfstep.train.weights import as_saved, finite, saved_parameters, write_tensors
 
 CHECKPOINT = "checkpoint"
 SOURCES = ("best", "last", CHECKPOINT)
@@ -166,7 +166,7 @@ def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
     if averaged and state.ema is not None:
         parameters |= state.ema["averages"]
         buffers |= state.ema["buffers"]
-    _put(dict(model.named_parameters()), parameters, generation)
+    _put(saved_parameters(model), parameters, generation)
     _put(dict(model.named_buffers()), buffers, generation)
     if not finite(model):
         raise BadData(

@@ -14,11 +14,14 @@ from halfstep.terminal import progress
 if TYPE_CHECKING:
     from halfstep.runs.export import Exported
     from halfstep.runs.export_page import ExportReport
+    from halfstep.runs.folder_export import FolderExport
     from halfstep.runs.sharded_export import ShardedExport
     from halfstep.train.task import Task
 
 FILE = "export"
 SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torch_export": ".pt2"}
+FOLDER = "transformers"
+"""The format of a folder, for tasks with models of transformers; it is their default."""
 BLOCK = 2**20
 """Bytes hashed at a time."""
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
@@ -32,19 +35,23 @@ def export(
     weights: str | None = None,
     ema: bool | None = None,
     overwrite: bool = False,
+    merge: bool = False,
     task: type[Task] | str | os.PathLike[str] | None = None,
-) -> ExportReport:
-    """Write a run's model to one file, and verify the file against the model.
+) -> ExportReport | FolderExport:
+    """Write a run's model to one file, and verify the file against the model; a language model to a folder.
 
     The file's metadata contains the preprocessing, the classes and the meaning of the output.
 
     Args:
         run: The folder of a run.
-        out: The file; `export.safetensors`, `.onnx` or `.pt2` in the run's folder if left out.
-        format: `safetensors`, `onnx` or `torch_export`; if left out, as `out` ends, else `safetensors`.
+        out: The file; `export.safetensors`, `.onnx` or `.pt2` in the run's folder if left out. For a language model a
+            new folder, `export` in the run's folder if left out.
+        format: `safetensors`, `onnx` or `torch_export`; if left out, as `out` ends, else `safetensors`. A language
+            model: `transformers`, its default, a folder that transformers loads.
         weights: `best`, `last` or `checkpoint`; if left out, the best of a finished run, else the newest checkpoint.
         ema: Averaged weights, or those that were trained; averaged if there are any.
         overwrite: Replace the file where there is one.
+        merge: Make an adapter a part of its base's weights.
         task: The class of a task of your own, or its file.
 
     Returns:
@@ -60,8 +67,10 @@ def export(
     file = None if out is None else Path(os.path.expanduser(out))
     # The format given by name, or by the suffix of the file.
     by_suffix = next((kind for kind, suffix in SUFFIXES.items() if file is not None and file.suffix == suffix), None)
-    if format is not None and format not in SUFFIXES:
-        raise unknown_name(advice("--format", "format"), format, SUFFIXES)
+    if format is not None and format not in (*SUFFIXES, FOLDER):
+        raise unknown_name(advice("--format", "format"), format, [*SUFFIXES, FOLDER])
+    if format == FOLDER or merge or (format is None and by_suffix is None and _has_layout(folder)):
+        return _written_folder(folder, file or folder / FILE, weights, ema, task, merge)
     kind = format or by_suffix or "safetensors"
     file = file or folder / f"{FILE}{SUFFIXES[kind]}"
     _refuse(folder, file, kind, overwrite)
@@ -109,12 +118,49 @@ def export_sharded(
     from halfstep.train.run_folder import recipe_in
 
     recipe_in(folder)
+    if _has_layout(folder):
+        raise WrongUse(
+            f"{option_with('max_shard_size', max_shard_size)} for a language model",
+            allowed="a folder that transformers loads, in its own shards",
+            do=f"leave {option_with('max_shard_size', max_shard_size)} out",
+        )
     from halfstep.runs.registry import own_task
     from halfstep.runs.sharded_export import bytes_in, export_layout
 
     most = bytes_in(max_shard_size)
     with _storing(place, "FOLDER"):
         return export_layout(folder, place, most, weights, ema, None if task is None else own_task(task))
+
+
+def _has_layout(run: Path) -> bool:
+    """Return whether the task of a run writes folders of another library."""
+    from halfstep.recipe.sources import read_recipe
+    from halfstep.runs.registry import task_options
+    from halfstep.train.run_folder import RECIPE
+
+    if not (run / RECIPE).is_file():  # refused later, with a reason
+        return False
+    options = task_options(str(read_recipe(str(run / RECIPE)).raw.get("task")))
+    return bool(getattr(options, "WRITES_FOLDER", False))
+
+
+def _written_folder(
+    run: Path,
+    place: Path,
+    weights: str | None,
+    ema: bool | None,
+    task: type[Task] | str | os.PathLike[str] | None,
+    merge: bool,
+) -> FolderExport:
+    refuse_taken(place, False, do=f"give {option_with('out', 'FOLDER')}, a new one")
+    from halfstep.train.run_folder import recipe_in
+
+    recipe_in(run)
+    from halfstep.runs.folder_export import export_folder
+    from halfstep.runs.registry import own_task
+
+    with _storing(place, "FOLDER"):
+        return export_folder(run, place, weights, ema, None if task is None else own_task(task), merge)
 
 
 def _storing(place: Path, kind: str) -> AbstractContextManager[None]:

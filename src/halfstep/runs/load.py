@@ -47,8 +47,11 @@ class Loaded(TrainedModel):
     def predict(self, image: Any) -> Prediction:
         """Return the prediction for a path, a Pillow image, an array (height × width × channels) or a tensor.
 
-        Raise `BadData` for an unreadable image, `WrongUse` for a task that predicts nothing about images.
+        A language model takes a text, and continues it. Raise `BadData` for an unreadable image, `WrongUse` for a task
+        that predicts nothing about images.
         """
+        if self.task.reads == "text":
+            return self.predict_tensor(self.task.prompt(str(image)), allowed="a text", do="give a text")
         from halfstep.data.dataset import BadSample
         from halfstep.data.image_io import as_read
 

@@ -155,7 +155,7 @@ def _named_task(found: RawRecipe) -> str:
 
 
 EVERY_RUN = ("safetensors",)
-DRAWN = ("shapes", "maps")
+DRAWN = ("shapes", "maps", "python")
 """Data that is generated, not read from disk."""
 
 

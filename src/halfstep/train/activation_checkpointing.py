@@ -23,7 +23,13 @@ def checkpoint_activations(model: nn.Module) -> int:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost submodules that are worth checkpointing; a single layer has nothing to save."""
+    """Yield the outermost submodules that are worth checkpointing; a single layer has nothing to save.
+
+    A model with a method `activation_blocks` names them itself.
+    """
+    if hasattr(model, "activation_blocks"):
+        yield from model.activation_blocks()  # type: ignore[operator]
+        return
     for child in model.children():
         # ModuleList and ModuleDict have no forward to wrap.
         if isinstance(child, _LISTS) or _holds_blocks(child):

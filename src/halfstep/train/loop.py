@@ -209,7 +209,7 @@ class Loop:
             seconds=seconds,
             lr=self.parts.lr,
             skipped=skipped,
-            samples_per_second=steps * self.train.share.window / seconds,
+            **self._rate(steps * self.train.share.window / seconds),
         )
         self.time_left.closed(val is not None)
 
@@ -350,6 +350,11 @@ class Loop:
             self._observed = seen
             self.journal.emit(events.PRECISION_CHECK, expected=seen.expected, share=seen.share, text=str(seen))
 
+    def _rate(self, samples_per_second: float) -> dict[str, float]:
+        tokens = self.task.tokens_per_sample
+        more = {} if tokens is None else {"tokens_per_second": tokens * samples_per_second}
+        return {"samples_per_second": samples_per_second, **more}
+
     def _tell_speed(self) -> None:
         self.sample_reports.exchange()
         samples_per_second, waiting = self.throughput.read()
@@ -357,7 +362,7 @@ class Loop:
         to_its_end = min(self.train.steps_per_epoch - in_epoch, self.planned - attempts)
         self.journal.emit(
             events.SPEED,
-            samples_per_second=samples_per_second,
+            **self._rate(samples_per_second),
             wait_share=waiting,
             seconds_left=left.of_run(attempts, self.progress.epoch),
             seconds_left_in_epoch=left.of_steps(to_its_end),

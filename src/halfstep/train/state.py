@@ -39,7 +39,14 @@ from halfstep.train.environment import AutoChoices, GeneratorStates, check_gener
 from halfstep.train.epoch_metrics import EpochMetrics, EpochState, Progress
 from halfstep.train.guarding import check_guards, put_guards, stateful, with_counts_reset, without_remedies
 from halfstep.train.setup import AnyRecipe, Parts
-from halfstep.train.weights import assignable_buffers, empty_buffers, extra_state, non_persistent_buffers, put_buffers
+from halfstep.train.weights import (
+    assignable_buffers,
+    empty_buffers,
+    extra_state,
+    non_persistent_buffers,
+    put_buffers,
+    saved_parameters,
+)
 
 OWN = ("weights/buffers/", "weights/extra_state/", "ema/buffers/", "rng/", "counts/epoch/metrics/")
 """Tensors that differ between ranks; rank 0 writes the others for all."""
@@ -239,7 +246,7 @@ def _optimizer_facts(live: RunObjects, name: str) -> dict[str, object]:
 def _weights(live: RunObjects) -> SavedWeights:
     model = live.parts.model
     return {
-        "parameters": dict(model.named_parameters()),
+        "parameters": saved_parameters(model),
         "buffers": dict(model.named_buffers()),
         "non_persistent_buffers": non_persistent_buffers(model),
         "extra_state": extra_state(model),
@@ -503,7 +510,7 @@ def _put(live: RunObjects, saved: State) -> None:
 @torch.no_grad()
 def _put_weights(live: RunObjects, saved: State) -> None:
     model = live.parts.model
-    for name, parameter in model.named_parameters():
+    for name, parameter in saved_parameters(model).items():
         # In place: the optimizer holds references to these parameters.
         parameter.copy_(saved.weights["parameters"][name])
     buffers = {name: value.to(live.parts.stepper.device) for name, value in saved.weights["buffers"].items()}

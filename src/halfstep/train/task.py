@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -86,6 +87,8 @@ class Task(ABC):
     """The setting that the time of a step grows with the square of, such as `data.size`; empty where there is none."""
     forward_methods: ClassVar[Sequence[str]] = ()
     """Methods of the model that `loss` or `pictures` call, besides `forward`: FSDP2 gathers its weights for them."""
+    reads: ClassVar[Literal["images", "text"]] = "images"
+    """What `predict` takes."""
     tiny: ClassVar[Mapping[str, object]] = {}
     """Sections of a recipe for a small model on synthetic data, used by the contract tests."""
 
@@ -95,6 +98,11 @@ class Task(ABC):
     def begin(self, recipe: Any) -> None:
         """Set the recipe of a run, and derive from it; called again for tasks that are passed to `fit` as objects."""
         self.recipe = recipe
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Tokens of a sample, in which throughput is then reported."""
+        return None
 
     @property
     def generates(self) -> bool:
@@ -161,8 +169,19 @@ class Task(ABC):
         raise LeftOut(f"{type(self).__name__} has no signature for its model's input")
 
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
-        """Return the prediction for one image as read from its file, channels × height × width."""
+        """Return the prediction for one image as read from its file, channels × height × width; or for a prompt."""
         raise LeftOut(f"{type(self).__name__} predicts nothing")
+
+    def prompt(self, text: str) -> Tensor:
+        """Return a text as `predict` takes it, for tasks that read text."""
+        raise LeftOut(f"{type(self).__name__} reads no text")
+
+    def write_folder(self, model: nn.Module, folder: Path, merge: bool = False) -> list[str]:
+        """Write the model to a new folder in the layout of another library, verify it, and return lines about it.
+
+        With `merge`, an adapter becomes a part of the weights.
+        """
+        raise LeftOut(f"{type(self).__name__} has no layout of another library")
 
     def sample(self, model: nn.Module, count: int, on_progress: OnProgress) -> list[Picture]:
         """Return pictures that the model generates; randomness comes from torch's default generator."""

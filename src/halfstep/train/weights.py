@@ -165,6 +165,15 @@ def digest(model: nn.Module) -> str:
     return total.hexdigest()
 
 
+def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that belong to a checkpoint: all, but for those that a model names as `not_saved`.
+
+    A model with an adapter does so for its frozen base, which has its own files.
+    """
+    left_out: frozenset[str] = getattr(model, "not_saved", frozenset())
+    return {name: parameter for name, parameter in model.named_parameters() if name not in left_out}
+
+
 def as_saved(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers as a file has them: whole, contiguous, on the host."""
     return dict(_one_by_one(_saved(model)))

@@ -88,13 +88,8 @@ class DataReport(ShownAsPage, JsonResult):
         blocks: list[Block] = [Paragraph(Span(f"{in_line(self.folder)}: {what}", strong=True)), _facts(self)]
         if self.classes:
             blocks.append(_classes(self.classes))
-        for finding in self.findings:
-            if finding.severity != "note":
-                blocks += _finding(finding, self.folder)
-        notes = [f"{one.evidence} ({len(one.files):,})" for one in self.findings if one.severity == "note"]
-        if notes:
-            blocks.append(Paragraph(Span(f"nothing to do: {'; '.join(notes)}", "dim"), gap=True))
-        blocks.append(Paragraph(_verdict(self), gap=True))
+        blocks += findings_of(self.findings, self.folder)
+        blocks.append(Paragraph(verdict(self.findings), gap=True))
         return Page(f"data in {self.folder}", tuple(blocks))
 
 
@@ -131,6 +126,15 @@ def _amount(one: ClassShare) -> float:
     return one.images if one.pixels is None else one.pixels
 
 
+def findings_of(findings: Sequence[Fault], folder: Path) -> list[Block]:
+    """Return the blocks of all findings; those that need no action in one line."""
+    blocks = [block for one in findings if one.severity != "note" for block in _finding(one, folder)]
+    notes = [f"{one.evidence} ({len(one.files):,})" for one in findings if one.severity == "note"]
+    if notes:
+        blocks.append(Paragraph(Span(f"nothing to do: {'; '.join(notes)}", "dim"), gap=True))
+    return blocks
+
+
 def _finding(finding: Fault, folder: Path) -> tuple[Block, ...]:
     tone: Style = "bad" if finding.severity == "error" else "warn"
     head = Span(f"{finding.severity} {finding.id}", tone, strong=tone == "bad")
@@ -150,9 +154,10 @@ def _typed(finding: Fault, folder: Path) -> str:
     return finding.fix.replace("FILE", path)
 
 
-def _verdict(report: DataReport) -> Span:
-    errors = sum(finding.severity == "error" for finding in report.findings)
-    rest = sum(finding.severity == "warning" for finding in report.findings)
+def verdict(findings: Sequence[Fault]) -> Span:
+    """Return the verdict on a set with these findings."""
+    errors = sum(finding.severity == "error" for finding in findings)
+    rest = sum(finding.severity == "warning" for finding in findings)
     remarks = several(rest, "remark")
     if errors:
         kinds = f"{several(errors, 'kind')} of mistakes{f' and {remarks}' if rest else ''}"

@@ -42,7 +42,7 @@ from halfstep.step.step_inputs import Factor, StepInputs, generator_states, vers
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
 from halfstep.train.run_folder import RECIPE
-from halfstep.train.weights import assignable_buffers, put_buffers
+from halfstep.train.weights import assignable_buffers, put_buffers, saved_parameters
 
 FAILED_STEPS = "failed_steps"
 """The folder of failed steps in a run's folder."""
@@ -241,7 +241,7 @@ def load_model(record: Record, model: nn.Module) -> None:
     """Load the weights, buffers and islands of the step; raise StateMismatch where they belong to another model."""
     with _damage_of(record.path):
         found = {name.removeprefix(MODEL): tensor for name, tensor in _tensors(record, 0, MODEL).items()}
-        parameters = dict(model.named_parameters())
+        parameters = saved_parameters(model)
         _refuse_another_model(record, model, parameters, found)
         device = next(iter(parameters.values())).device
         with torch.no_grad():

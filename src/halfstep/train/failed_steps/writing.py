@@ -30,7 +30,7 @@ from halfstep.train.failed_steps.reading import (
     recorded_in,
     refuse_elsewhere,
 )
-from halfstep.train.weights import non_persistent_buffers
+from halfstep.train.weights import non_persistent_buffers, saved_parameters
 
 MOST_BYTES = 4 * 2**30
 """Bytes of one failed step, over all ranks."""
@@ -125,7 +125,7 @@ def _inputs_of(attempt: StepInputs, model: nn.Module, rank: int) -> RankInputs:
         plain, tensors = pack(inputs, INPUTS)
         if rank == 0:
             # A skipped step left parameters and buffers unchanged.
-            weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            weights = {**saved_parameters(model), **dict(model.named_buffers())}
             tensors |= {f"{MODEL}{name}": tensor.detach() for name, tensor in weights.items()}
         header(tensors, {})  # raises for dtypes that safetensors does not have
     except Exception as error:

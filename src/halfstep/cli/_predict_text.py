@@ -1,0 +1,111 @@
+"""Continue prompts with a run's language model, or write texts from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from halfstep.cli._predict_outputs import TABLE, writing
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.errors import BadData
+from halfstep.files import write_csv, write_text
+from halfstep.json_data import JsonResult
+from halfstep.page import Block, Page, Paragraph, Span
+from halfstep.printable import in_line, printable
+from halfstep.runs.left_out import LeftOutFile, left_out_line
+from halfstep.terminal import progress
+
+if TYPE_CHECKING:
+    from halfstep.runs.finished import Finished
+
+TEXTS = "texts"
+SAMPLES = 4
+SHOWN = 8
+"""Texts that are printed; the files have them all."""
+
+
+class WrittenText(NamedTuple):
+    """A prompt, and what the model wrote after it."""
+
+    name: str
+    prompt: str
+    text: str
+    ended: bool
+    """Whether the model ended the document by itself."""
+
+
+@dataclass(frozen=True)
+class WrittenTexts(ShownAsPage, JsonResult):
+    """The texts that a model wrote."""
+
+    out: Path
+    seed: int
+    temperature: float
+    precision: str
+    device: str
+    texts: list[WrittenText]
+    unreadable: list[LeftOutFile]
+
+    def page(self) -> Page:
+        """Return the texts, and where they are."""
+        blocks: list[Block] = [left_out_line(one) for one in self.unreadable]
+        for one in self.texts[:SHOWN]:
+            # The end of a long prompt is what the text follows.
+            before = Span(printable(one.prompt[-200:]), "dim")
+            blocks += [Paragraph(Span(in_line(one.name), strong=True), gap=True)]
+            blocks += [Paragraph((before, printable(one.text)), indent=True)]
+        how = f"sampled at temperature {self.temperature:g}, seed {self.seed}" if self.temperature else "greedy"
+        many = f"{len(self.texts)} text{'s' * (len(self.texts) != 1)}"
+        line = (Span(many, strong=True), f" in {self.precision} on {in_line(self.device)}, {how}: ")
+        return Page("texts", (*blocks, Paragraph((*line, Span(in_line(self.out), strong=True)), gap=True, wrap=False)))
+
+
+def continue_texts(
+    finished: Finished, where: Path | None, prompts: Sequence[str], out: Path, *, samples: int, seed: int
+) -> WrittenTexts:
+    """Continue the prompts, the text files of a folder, or nothing at all, and write the texts to `out`."""
+    from halfstep.train.environment import seed_all
+    from halfstep.train.process_group import rng_preserved
+
+    given, unreadable = _given(where, prompts, samples)
+    texts: list[WrittenText] = []
+    with progress("writing", "texts") as on_progress, rng_preserved():
+        # Once for all: texts without a prompt differ from each other.
+        seed_all(seed)
+        for name, prompt in given:
+            found = finished.predict_tensor(finished.task.prompt(prompt), allowed="no prompt", do="leave it out").values
+            texts.append(WrittenText(name, prompt, str(found["text"]), bool(found["ended"])))
+            on_progress(len(texts), len(given))
+    with writing(out):
+        for one in texts:
+            write_text(out / TEXTS / f"{one.name}.txt", one.prompt + one.text)
+        write_csv(out / TABLE, [one._asdict() for one in texts])
+    choice, temperature = finished.choice, finished.recipe.model.temperature
+    return WrittenTexts(out, seed, temperature, choice.precision.name, choice.device.name, texts, unreadable)
+
+
+def _given(where: Path | None, prompts: Sequence[str], samples: int) -> tuple[list[tuple[str, str]], list[LeftOutFile]]:
+    from halfstep.data.image_files import files
+    from halfstep.data.tokenizing import SUFFIXES
+
+    found = [(f"prompt-{number}", prompt) for number, prompt in enumerate(prompts, 1)]
+    bad: list[LeftOutFile] = []
+    if where is None:
+        return found or [(f"sample-{number}", "") for number in range(1, samples + 1)], bad
+    if not where.exists():
+        raise BadData(f"{where} is not there", allowed="a text file, or a folder of them", do="check the path")
+    root, names = (where.parent, [where.name]) if where.is_file() else (where, files(where, SUFFIXES))
+    for name in names:
+        try:
+            found.append((name, (root / name).read_text(encoding="utf-8-sig").rstrip("\n")))
+        except (OSError, UnicodeDecodeError) as error:
+            bad.append(LeftOutFile(name, getattr(error, "strerror", None) or "not UTF-8"))
+    if not found:
+        raise BadData(
+            f"no prompt in {where}",
+            allowed="text files in UTF-8",
+            do=f"look at {bad[0].file}: {bad[0].reason}" if bad else "give a file with the beginning of a text",
+        )
+    return found, bad

@@ -1,0 +1,224 @@
+"""Check a folder of tokens: every shard against its digest, every token, and text that is on both sides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from halfstep.data.check.page import Fault, findings_of, verdict
+from halfstep.data.token_files import SPLITS, TOKENIZER, TokenArray, TokenIndex, Tokens, read_index, sha256_of
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.errors import BadData
+from halfstep.json_data import JsonResult
+from halfstep.numbers import size
+from halfstep.page import Column, Page, Paragraph, Span, Table
+from halfstep.printable import in_line
+from halfstep.status_line import OnProgress
+
+RUN = 32
+"""Tokens in a row that are searched for on the other side: chance does not repeat so many."""
+MOST_SEARCHED = 2_000_000
+"""Runs of held-out tokens that are searched for; of more, the first."""
+WHOLE, PART = 0.5, 0.1
+"""The share of a held-out document found in train from which it is a copy, and from which it is worth a look."""
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+class SplitFacts(NamedTuple):
+    """The size of a split."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    median: int
+    """Tokens of the median document."""
+
+
+@dataclass(frozen=True)
+class TokensChecked(ShownAsPage, JsonResult):
+    """The facts of a folder of tokens, and everything that is wrong with it."""
+
+    folder: Path
+    ok: bool
+    vocabulary: int
+    unused: int
+    """Tokens of the vocabulary that do not occur in train."""
+    splits: dict[str, SplitFacts]
+    findings: tuple[Fault, ...]
+
+    def page(self) -> Page:
+        """Return the facts, the faults and the verdict."""
+        columns = (
+            Column(),
+            *(Column(head, "right") for head in ("documents", "tokens", "text", "bytes a token", "median")),
+        )
+        rows = tuple(
+            (
+                name,
+                f"{s.documents:,}",
+                f"{s.tokens:,}",
+                size(s.bytes),
+                f"{s.bytes / max(s.tokens, 1):.2f}",
+                str(s.median),
+            )
+            for name, s in self.splits.items()
+        )
+        head = f"{in_line(self.folder)}: tokens, {self.vocabulary:,} in the vocabulary, {self.unused:,} unused"
+        return Page(
+            f"tokens in {self.folder}",
+            (
+                Paragraph(Span(head, strong=True), wrap=False),
+                Table(columns, rows),
+                *findings_of(self.findings, self.folder),
+                Paragraph(verdict(self.findings), gap=True),
+            ),
+        )
+
+
+def check_tokens(folder: Path, on_progress: OnProgress = lambda done, of: None) -> TokensChecked:
+    """Read all tokens of a folder, and return its facts and findings; raise BadData where they cannot be read."""
+    index = read_index(folder)
+    arrays = {split: TokenArray(folder, split, index) for split in SPLITS}
+    total = sum(map(len, arrays.values())) * 2
+    looked: dict[str, _Looked] = {}
+    done = 0
+    for split, tokens in arrays.items():
+        looked[split] = _look_at(tokens, index)
+        done += len(tokens)
+        on_progress(done, total)
+    found_in_train = _in_train(arrays["train"], arrays["val"])
+    on_progress(total, total)
+    faults = list(_faults(folder, index, looked, found_in_train))
+    train = looked["train"]
+    return TokensChecked(
+        folder=folder,
+        ok=all(fault.severity != "error" for fault in faults),
+        vocabulary=index.vocabulary,
+        unused=int((train.counts[: index.vocabulary] == 0).sum()),
+        splits={name: one.facts for name, one in looked.items()},
+        findings=tuple(sorted(faults, key=lambda fault: ("error", "warning", "note").index(fault.severity))),
+    )
+
+
+class _Looked(NamedTuple):
+    facts: SplitFacts
+    counts: Tokens
+    """How often each token occurs."""
+    unended: list[str]
+    empty: list[str]
+    digests: dict[str, bytes]
+    """A digest of the tokens of each document that has some, by name."""
+    damaged: list[str]
+
+
+def _look_at(tokens: TokenArray, index: TokenIndex) -> _Looked:
+    damaged = [shard.file for shard in tokens.facts.shards if sha256_of(tokens.folder / shard.file) != shard.sha256]
+    ends, names = tokens.documents(), tokens.names()
+    if len(names) != len(ends) or (len(ends) and (ends[-1] != len(tokens) or (np.diff(ends) <= 0).any())):
+        raise BadData(
+            f"{tokens.folder}: the table of documents of {tokens.split} does not fit its tokens",
+            allowed="a folder that halfstep data tokens wrote",
+            do="make the tokens again",
+        )
+    counts = np.zeros(np.iinfo(index.dtype).max + 1 if index.dtype == "uint16" else index.vocabulary + 1, np.int64)
+    for _, block in tokens.blocks():
+        # Larger ones are counted together in the last place: a table of all of uint32 would take 32 GB.
+        found = np.bincount(np.minimum(block, len(counts) - 1), minlength=len(counts))
+        counts += found
+    starts = [0, *ends[:-1].tolist()]
+    unended, empty, digests = [], [], {}
+    for name, start, stop in zip(names, starts, ends.tolist(), strict=True):
+        document = tokens.read(start, stop)
+        if document[-1] != index.end or (document[:-1] == index.end).any():
+            unended.append(name)
+        if (document == index.end).all():
+            empty.append(name)
+        else:
+            digests[name] = blake2b(document.tobytes(), digest_size=16).digest()
+    median = int(np.median(np.diff(ends, prepend=0))) if len(ends) else 0
+    facts = SplitFacts(len(ends), len(tokens), tokens.facts.bytes, median)
+    return _Looked(facts, counts, unended, empty, digests, damaged)
+
+
+def _in_train(train: TokenArray, val: TokenArray) -> dict[str, float]:
+    """Return the share of each held-out document that is also in train, in runs of `RUN` tokens; 0 is left out."""
+    ends, names = val.documents().tolist(), val.names()
+    owners: list[int] = []
+    runs: list[int] = []
+    for number, (start, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        # Without the end token, and one run after another: a copy of a document has all of them.
+        own = _hashes(val.read(start, stop - 1))[::RUN]
+        owners += [number] * len(own)
+        runs += own.tolist()
+        if len(runs) >= MOST_SEARCHED:
+            break
+    wanted = np.unique(np.asarray(runs, np.uint64))
+    seen = np.zeros(len(wanted), bool)
+    for _, block in train.blocks(overlap=RUN - 1):
+        hashes = _hashes(block)
+        if len(wanted) and len(hashes):
+            places = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
+            seen[places[wanted[places] == hashes]] = True
+    known = set(wanted[seen].tolist())
+    totals, found = Counter(owners), Counter(o for o, run in zip(owners, runs, strict=True) if run in known)
+    return {names[number]: found[number] / totals[number] for number in found}
+
+
+def _hashes(tokens: Tokens) -> Tokens:
+    """Return a hash of each run of `RUN` tokens, by doubling; 64 bits, in which sums wrap."""
+    found, length, factor = tokens.astype(np.uint64) + np.uint64(1), 1, _FACTOR
+    with np.errstate(over="ignore"):
+        while length < RUN:
+            if len(found) <= length:
+                return np.empty(0, np.uint64)
+            found = found[:-length] * factor + found[length:]
+            factor, length = factor * factor, length * 2
+    return found
+
+
+def _faults(folder: Path, index: TokenIndex, looked: dict[str, _Looked], in_train: dict[str, float]) -> Iterator[Fault]:
+    def fault(id: str, severity: Any, evidence: str, fix: str, files: list[str]) -> Iterator[Fault]:
+        if files:
+            yield Fault(id, severity, evidence, fix, tuple(files))
+
+    again = "make the tokens again: halfstep data tokens"
+    every = list(looked.values())
+    if not (folder / TOKENIZER).is_file() or sha256_of(folder / TOKENIZER) != index.tokenizer:
+        yield Fault("tokenizer-changed", "error", "the tokenizer is not the one of these tokens", again, (TOKENIZER,))
+    yield from fault(
+        "shard-damaged", "error", "shards differ from their digest", again, [n for o in every for n in o.damaged]
+    )
+    outside = [name for name, one in looked.items() if one.counts[index.vocabulary :].any()]
+    yield from fault("outside-vocabulary", "error", "tokens beyond the vocabulary, in", again, outside)
+    yield from fault(
+        "not-ended",
+        "error",
+        "documents do not end with their one end token",
+        again,
+        [n for o in every for n in o.unended],
+    )
+    yield from fault("empty-document", "warning", "documents have no text", "take them away, and " + again,
+                     [n for o in every for n in o.empty])  # fmt: skip
+    train, val = looked["train"].digests, looked["val"].digests
+    by_digest = {digest: name for name, digest in train.items()}
+    both = [f"{name} = {by_digest[digest]}" for name, digest in val.items() if digest in by_digest]
+    copied = [
+        f"{n}: {share:.0%} of it" for n, share in in_train.items() if share >= WHOLE and val.get(n) not in by_digest
+    ]
+    advice = "keep one of each: figures on held-out text would be too good"
+    yield from fault("held-out-in-train", "error", "held-out documents are in train too", advice, [*both, *copied])
+    partly = [f"{name}: {share:.0%} of it" for name, share in in_train.items() if PART <= share < WHOLE]
+    yield from fault("held-out-partly", "warning", "held-out documents have text of train", "look at them", partly)
+    twice = [name for one in every for name in _repeated(one.digests)]
+    yield from fault("duplicates", "warning", "documents are there more than once", "keep one of each", twice)
+
+
+def _repeated(digests: dict[str, bytes]) -> list[str]:
+    first: dict[bytes, str] = {}
+    return [f"{name} = {first[d]}" for name, d in digests.items() if first.setdefault(d, name) != name]

@@ -1,0 +1,105 @@
+"""Convert a GGUF file once into a folder that transformers reads (`halfstep data base`)."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from halfstep import numbers
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.errors import BadData, in_one_line, missing_extra
+from halfstep.files import refuse_taken, storing
+from halfstep.json_data import JsonResult
+from halfstep.page import Page, Paragraph, Span
+from halfstep.printable import in_line
+
+
+@dataclass(frozen=True)
+class ConvertedBase(ShownAsPage, JsonResult):
+    """A base that was converted."""
+
+    folder: Path
+    model: str
+    parameters: int
+    vocabulary: int
+
+    def page(self) -> Page:
+        """Return the facts, and what to type next."""
+        head = f"{in_line(self.folder)}: {self.model}, {numbers.abbreviated(self.parameters)} parameters in fp32"
+        line = f"next: halfstep data tokens FILES --tokenizer {in_line(self.folder)} --out tokens"
+        return Page("base", (Paragraph(Span(head, strong=True), wrap=False), Paragraph(line, wrap=False)))
+
+
+def _start(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(4)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Do without transformers' own progress bars, which break the status line."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def convert_gguf(file: Path, out: Path) -> ConvertedBase:
+    """Write the model and the tokenizer of a GGUF file to a new folder, complete or not at all.
+
+    Weights are dequantized to fp32. Nothing of the file is run.
+    """
+    refuse_taken(out, False, do="give --out FOLDER, a new one")
+    if not file.is_file() or _start(file) != b"GGUF":
+        raise BadData(f"{file} is no GGUF file", allowed="a file that starts with GGUF", do="check the path")
+    for package in ("transformers", "gguf"):
+        if find_spec(package) is None:
+            error = ModuleNotFoundError(f"No module named {package!r}", name=package)
+            raise missing_extra(error) or error
+    with without_bars():
+        return _converted(file, out)
+
+
+def _converted(file: Path, out: Path) -> ConvertedBase:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        folder, name = str(file.parent), file.name
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise BadData(
+            f"{file} cannot be converted: {in_one_line(error)[:200]}",
+            allowed="an architecture and a quantization that transformers reads",
+            do="get the model as safetensors instead",
+        ) from error
+    # transformers refuses to save what was quantized; a plain model with the same weights is saved instead.
+    config = copy.deepcopy(model.config)
+    config.__dict__.pop("quantization_config", None)
+    plain = type(model)(config)
+    plain.load_state_dict(model.state_dict())
+    with storing(f"{out} cannot be written", allowed="a folder of yours with room", do="give --out FOLDER"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            plain.save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
+            draft.chmod(0o755)  # mkdtemp's folders are private
+            os.replace(draft, out)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    parameters = sum(p.numel() for p in plain.parameters())
+    return ConvertedBase(out, type(plain).__name__, parameters, len(tokenizer))

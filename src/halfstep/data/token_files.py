@@ -1,0 +1,271 @@
+"""Token shards: documents as one stream of numbers in a few files, with an index, memory-mapped when they are read.
+
+A folder holds `tokens.json` (the index), `tokenizer.json`, and for each split shards of little-endian uint16 or uint32,
+the end of each document, and the documents' names. Every document ends with the end token. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Annotated, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from halfstep.data.file_state import FileState
+from halfstep.errors import BadData, BadSample
+from halfstep.files import read_json, write_json
+
+INDEX, TOKENIZER = "tokens.json", "tokenizer.json"
+VERSION = 1
+SPLITS = ("train", "val")
+SHARD_TOKENS = 2**27
+"""Tokens of a shard: 256 MB where a token takes two bytes."""
+BLOCK = 2**22
+"""Tokens, and bytes, that are read at a time from the beginning to the end of a split."""
+
+Tokens = np.ndarray[Any, Any]
+Count = Annotated[int, Field(strict=True, ge=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.bin$")]
+"""A file in the folder itself: an index must not lead out of it."""
+
+
+class TokenShard(NamedTuple):
+    """A shard: its file, the number of its tokens, and the SHA-256 of its content."""
+
+    file: Name
+    tokens: Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """The tokens of a split. `bytes` counts its text in UTF-8, without the end tokens."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    documents: Count
+    tokens: Count
+    bytes: Count
+    shards: tuple[TokenShard, ...]
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """The index of a folder of tokens."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    version: Annotated[int, Field(strict=True, ge=VERSION, le=VERSION)]
+    dtype: Literal["uint16", "uint32"]
+    vocabulary: Annotated[int, Field(strict=True, ge=2)]
+    end: Count
+    """The token that ends a document."""
+    tokenizer: str
+    """The SHA-256 of `tokenizer.json`."""
+    train: TokenSplit
+    val: TokenSplit
+
+    def split(self, name: str) -> TokenSplit:
+        """Return the split of this name."""
+        return {"train": self.train, "val": self.val}[name]
+
+    def write(self, folder: Path) -> None:
+        """Write the index; the folder is complete with it."""
+        write_json(folder / INDEX, asdict(self))
+
+
+def has_tokens(folder: Path) -> bool:
+    """Return whether a folder holds tokens."""
+    return (folder / INDEX).is_file()
+
+
+def read_index(folder: Path) -> TokenIndex:
+    """Return the index of a folder; raise BadData where there is none, or where it contradicts the files."""
+    allowed = "a folder that halfstep data tokens wrote"
+    do = f"halfstep data tokens FILES --tokenizer train:4096 --out {folder}"
+    if not has_tokens(folder):
+        raise BadData(f"{folder} holds no tokens: {INDEX} is missing", allowed=allowed, do=do)
+    try:
+        index = TypeAdapter(TokenIndex).validate_python(read_json(folder / INDEX))
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise BadData(f"{folder / INDEX} is damaged: {why}", allowed=allowed, do=do) from error
+    wrong = index.end >= index.vocabulary or index.vocabulary > np.iinfo(index.dtype).max + 1
+    for split in (index.train, index.val):
+        wrong = wrong or split.tokens != sum(shard.tokens for shard in split.shards)
+    if wrong:
+        raise BadData(f"{folder / INDEX} contradicts itself", allowed=allowed, do=do)
+    return index
+
+
+class TokenArray:
+    """The tokens of a split, over all its shards. Nothing is read before it is asked for, and nothing is kept."""
+
+    def __init__(self, folder: Path, split: str, index: TokenIndex | None = None) -> None:
+        self.folder, self.split = folder, split
+        self.index = index or read_index(folder)
+        self.facts = self.index.split(split)
+        self.dtype = np.dtype(self.index.dtype).newbyteorder("<")
+        self._starts = [0, *accumulate(shard.tokens for shard in self.facts.shards)]
+        self._states = [self._state(shard) for shard in self.facts.shards]
+        self._maps: dict[int, Tokens] = {}
+
+    def __len__(self) -> int:
+        return self.facts.tokens
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A memory map would be copied as a whole into the process of a worker.
+        return {**self.__dict__, "_maps": {}}
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files of the shards."""
+        return [self.folder / shard.file for shard in self.facts.shards]
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Return a copy of the tokens from `start` to `stop`; raise BadSample where a shard has changed."""
+        parts = []
+        number = bisect_right(self._starts, start) - 1
+        while start < stop:
+            first, last = self._starts[number], self._starts[number + 1]
+            parts.append(self._mapped(number)[start - first : min(stop, last) - first])
+            start, number = last, number + 1
+        return np.concatenate(parts) if parts else np.empty(0, self.dtype)
+
+    def documents(self) -> Tokens:
+        """Return the end of each document in the split, its end token included."""
+        return _table(self.folder / f"{self.split}.documents.bin", self.facts.documents)
+
+    def names(self) -> list[str]:
+        """Return the names of the documents."""
+        lines = (self.folder / f"{self.split}.names.jsonl").read_text(encoding="utf-8").splitlines()
+        return [str(json.loads(line)) for line in lines]
+
+    def blocks(self, overlap: int = 0) -> Iterator[tuple[int, Tokens]]:
+        """Yield all tokens in blocks with their places; each repeats the last `overlap` tokens of the one before."""
+        for start in range(0, len(self), BLOCK):
+            first = max(0, start - overlap)
+            yield first, self.read(first, min(start + BLOCK, len(self)))
+
+    def _mapped(self, number: int) -> Tokens:
+        shard = self.facts.shards[number]
+        self._refuse_changed(number, shard)
+        if number not in self._maps:
+            self._maps[number] = np.memmap(self.folder / shard.file, self.dtype, mode="r", shape=(shard.tokens,))
+        return self._maps[number]
+
+    def _refuse_changed(self, number: int, shard: TokenShard) -> None:
+        # Before every read: to read a map beyond the end of a file that was cut would end the process.
+        path = self.folder / shard.file
+        try:
+            now = FileState.of(os.stat(path))
+            if now == self._states[number]:
+                return
+            if now.size != self._states[number].size or sha256_of(path) != shard.sha256:
+                raise BadSample(str(path), "its shard has changed since the run began")
+        except OSError as error:
+            raise BadSample(str(path), error.strerror or type(error).__name__) from error
+        self._states[number] = now
+        self._maps.pop(number, None)
+
+    def _state(self, shard: TokenShard) -> FileState:
+        path = self.folder / shard.file
+        try:
+            found = FileState.of(os.stat(path))
+        except OSError as error:
+            raise _other_shard(path, error.strerror or type(error).__name__) from error
+        expected = shard.tokens * self.dtype.itemsize
+        if found.size != expected:
+            raise _other_shard(path, f"{found.size:,} bytes, and {expected:,} in the index")
+        return found
+
+
+def _other_shard(path: Path, why: str) -> BadData:
+    return BadData(
+        f"{path}: {why}", allowed="the shards that the index names, complete", do="copy the folder again, all of it"
+    )
+
+
+def _table(path: Path, count: int) -> Tokens:
+    expected = count * 8
+    if not path.is_file() or path.stat().st_size != expected:
+        raise _other_shard(path, f"missing, or not of {expected:,} bytes")
+    return np.fromfile(path, dtype="<i8")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file; raise OSError where it cannot be read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class TokenWriter:
+    """The writer of a split: documents one after another, in shards of at most `shard_tokens` tokens."""
+
+    def __init__(self, folder: Path, split: str, dtype: str, end: int, shard_tokens: int = SHARD_TOKENS) -> None:
+        self._folder, self._split, self._end, self._shard_tokens = folder, split, end, shard_tokens
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._shards: list[TokenShard] = []
+        self._file: IO[bytes] | None = None
+        self._written, self._digest = 0, hashlib.sha256()
+        self._names = (folder / f"{split}.names.jsonl").open("w", encoding="utf-8")
+        self._ends = (folder / f"{split}.documents.bin").open("wb")
+        self.documents = self.tokens = self.bytes = 0
+
+    def add(self, tokens: list[int], text_bytes: int) -> None:
+        """Add tokens of the present document."""
+        self._write(np.asarray(tokens, self._dtype))
+        self.bytes += text_bytes
+
+    def end_document(self, name: str) -> None:
+        """End the present document with the end token, and give it a name."""
+        self._write(np.asarray([self._end], self._dtype))
+        self.documents += 1
+        self._ends.write(np.asarray([self.tokens], "<i8").tobytes())
+        self._names.write(f"{json.dumps(name)}\n")
+
+    def close(self) -> TokenSplit:
+        """Close the files, and return the facts of the split."""
+        self._end_shard()
+        self._names.close()
+        self._ends.close()
+        return TokenSplit(self.documents, self.tokens, self.bytes, tuple(self._shards))
+
+    def _write(self, tokens: Tokens) -> None:
+        while len(tokens):
+            if self._file is None:
+                self._file = (self._folder / self._name).open("wb")
+                self._written, self._digest = 0, hashlib.sha256()
+            part, tokens = np.split(tokens, [self._shard_tokens - self._written])
+            content = part.tobytes()
+            self._file.write(content)
+            self._digest.update(content)
+            self._written += len(part)
+            self.tokens += len(part)
+            if self._written == self._shard_tokens:
+                self._end_shard()
+
+    @property
+    def _name(self) -> str:
+        return f"{self._split}-{len(self._shards):05d}.bin"
+
+    def _end_shard(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._shards.append(TokenShard(self._name, self._written, self._digest.hexdigest()))
+            self._file = None

@@ -1,0 +1,56 @@
+"""Windows of a fixed number of tokens, by number: the source of samples of a text run."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from halfstep.data.dataset import Files, Sample
+from halfstep.data.token_files import INDEX, TokenArray
+from halfstep.errors import BadData
+
+
+class TokenWindows:
+    """Consecutive windows of a split. Each has one token more than `length`, the first token of the next window.
+
+    The last window is filled with end tokens, which predict nothing.
+    """
+
+    notices_changes = True
+
+    def __init__(self, tokens: TokenArray, length: int, more_files: Files = ()) -> None:
+        if len(tokens) < 2:
+            raise BadData(
+                f"the split {tokens.split} of {tokens.folder} has {len(tokens)} tokens",
+                allowed="two tokens or more",
+                do="add text, or hold out another share: halfstep data tokens FILES --val 0.1",
+            )
+        self.tokens, self.length, self._more_files = tokens, length, list(more_files)
+
+    def __len__(self) -> int:
+        return -(-(len(self.tokens) - 1) // self.length)
+
+    def read(self, index: int) -> Sample:
+        """Return the tokens of a window; raise BadSample where its shard has changed."""
+        start = index * self.length
+        found = self.tokens.read(start, min(start + self.length + 1, len(self.tokens)))
+        window = np.full(self.length + 1, self.tokens.index.end, np.int64)
+        window[: len(found)] = found
+        return {"tokens": torch.from_numpy(window)}
+
+    def name(self, index: int) -> str:
+        """Return the place of the window in its split."""
+        return f"{self.tokens.folder}: {self.tokens.split} tokens from {index * self.length:,}"
+
+    def key(self, index: int) -> str:
+        """Return the place of the window without the folder."""
+        return f"{self.tokens.split}#{index * self.length}"
+
+    def files_of(self, index: int) -> Files:
+        """Return the files of the split, the same for every window."""
+        return self.every_file()
+
+    def every_file(self) -> Files:
+        """Return the index and the shards, and files that the run depends on otherwise."""
+        own = (self.tokens.folder / INDEX, *self.tokens.paths)
+        return [*((path.name, path) for path in own), *self._more_files]

@@ -1,0 +1,477 @@
+"""Turn text files into token shards, with a tokenizer that is given or trained on them (`halfstep data tokens`).
+
+A document is a file, a line of a .jsonl file, or a part of a file between separators. Documents are held out whole, by
+their names; a tokenizer is trained on the others alone. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from halfstep.data.image_files import files as files_below
+from halfstep.data.layout import held_out_exactly, place_of
+from halfstep.data.token_files import (
+    TOKENIZER,
+    VERSION,
+    TokenIndex,
+    TokenSplit,
+    TokenWriter,
+    has_tokens,
+    read_index,
+    sha256_of,
+)
+from halfstep.draw.notebook import ShownAsPage
+from halfstep.errors import BadData, FolderTaken, StorageFailed, WrongUse, missing_extra
+from halfstep.files import cache_folder, storing
+from halfstep.json_data import JsonResult
+from halfstep.numbers import size
+from halfstep.page import Column, Page, Paragraph, Span, Table
+from halfstep.printable import in_line
+from halfstep.status_line import OnProgress
+
+SUFFIXES = (
+    ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv", ".py", ".pyi", ".c",
+    ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".sql", ".r", ".jsonl",
+)  # fmt: skip
+"""Files in a folder that are read as text; a file that is named itself may end as it likes."""
+LINES = (".jsonl", ".ndjson")
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".parquet")
+PIECE = 2**20
+"""Characters that are tokenized at a time: a document may be larger than the memory."""
+BATCH = 64
+"""Pieces that are tokenized together, in parallel."""
+END = "<|endoftext|>"
+"""The end token of a tokenizer that is trained here."""
+ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+"""End tokens of well-known tokenizers, where `tokenizer_config.json` names none."""
+SMALLEST = 320
+"""Tokens of the smallest vocabulary that is trained: all bytes, the end token, and some merges."""
+TRAIN = re.compile(r"train:([0-9]{1,7})")
+VAL = 0.05
+SHORTEST = 1000
+"""Characters of a document on its own, of which a share can be held out."""
+
+
+class Document(NamedTuple):
+    """A document: a name that stays where the folder is moved, and its text in pieces."""
+
+    name: str
+    pieces: Callable[[], Iterator[str]]
+
+
+class LeftOut(NamedTuple):
+    """A document that is not among the tokens, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TokensReport(ShownAsPage, JsonResult):
+    """The tokens that were written."""
+
+    folder: Path
+    vocabulary: int
+    end: str
+    dtype: str
+    train: TokenSplit
+    val: TokenSplit
+    left_out: tuple[LeftOut, ...]
+    notes: tuple[str, ...]
+
+    def page(self) -> Page:
+        """Return the splits, and what was left out."""
+        splits = {"train": self.train, "held out": self.val}
+        rows = tuple(
+            (name, f"{s.documents:,}", f"{s.tokens:,}", size(s.bytes), f"{s.bytes / max(s.tokens, 1):.2f}")
+            for name, s in splits.items()
+        )
+        columns = (Column(), *(Column(head, "right") for head in ("documents", "tokens", "text", "bytes a token")))
+        head = f"{in_line(self.folder)}: {self.vocabulary:,} tokens in the vocabulary, {self.dtype}"
+        lost = [f"left out: {in_line(one.name)}: {one.reason}" for one in self.left_out[:3]]
+        more = [f"and {len(self.left_out) - 3:,} more (--json)"] if len(self.left_out) > 3 else []
+        lines = (Paragraph(in_line(line), indent=True) for line in (*self.notes, *lost, *more))
+        return Page("tokens", (Paragraph(Span(head, strong=True), wrap=False), Table(columns, rows), *lines))
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+
+def documents_in(places: Sequence[str | Path], separator: str | None = None) -> list[Document]:
+    """Return the documents of files and folders, in order of their names; raise BadData where there are none."""
+    found: dict[str, Document] = {}
+    for place in places:
+        for name, path in _files(Path(os.path.expanduser(place)), alone=len(places) == 1):
+            for one in _documents(name, path, separator):
+                if one.name in found:
+                    raise BadData(
+                        f"two documents are called {one.name}",
+                        allowed="names that differ: they decide which documents are held out",
+                        do="give the folder above both",
+                    )
+                found[one.name] = one
+    if not found:
+        raise BadData(
+            f"no text in {', '.join(map(str, places))}",
+            allowed=f"text files, or a folder of files that end with {', '.join(SUFFIXES)}",
+            do="name the files themselves, or rename them",
+        )
+    return list(found.values())
+
+
+def _files(place: Path, alone: bool) -> list[tuple[str, Path]]:
+    if place.is_dir():
+        # With the folder's name where there are several: files of two folders may have the same one.
+        under = "" if alone else f"{place.resolve().name}/"
+        return [(under + Path(name).as_posix(), place / name) for name in files_below(place, SUFFIXES)]
+    if not place.is_file():
+        raise BadData(f"there is no file at {place}", allowed="files and folders of text", do="check the path")
+    if place.suffix.lower() in PACKED:
+        raise BadData(f"{place} is packed", allowed="plain text, or .jsonl with a field text", do="unpack it first")
+    return [(place.name, place)]
+
+
+def _documents(name: str, path: Path, separator: str | None) -> Iterator[Document]:
+    if path.suffix.lower() in LINES:
+        yield from _lines(name, path)
+    elif separator is None:
+        yield Document(name, lambda: _pieces(path))
+    else:
+        text = "".join(_pieces(path))
+        for number, part in enumerate(part for part in text.split(separator) if part.strip()):
+            yield _held(f"{name}#{number}", part)
+
+
+def _held(name: str, text: str) -> Document:
+    return Document(name, lambda: _cut(text))
+
+
+def _lines(name: str, path: Path) -> Iterator[Document]:
+    """Yield the lines of a .jsonl file; each is read again when it is used."""
+    with path.open("rb") as file:
+        place = 0
+        for number, line in enumerate(file):
+            start, place = place, place + len(line)
+            if line.strip():
+                yield Document(f"{name}#{number}", _line_reader(path, start, len(line)))
+
+
+def _line_reader(path: Path, start: int, length: int) -> Callable[[], Iterator[str]]:
+    def read() -> Iterator[str]:
+        with path.open("rb") as file:
+            file.seek(start)
+            line = file.read(length)
+        found = json.loads(line)
+        text = found.get("text") if isinstance(found, dict) else found
+        if not isinstance(text, str):
+            raise ValueError("no field text")
+        return _cut(text)
+
+    return read
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """Yield the text of a file in pieces; raise ValueError where it is no UTF-8, or no text."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    held = ""
+    with path.open("rb") as file:
+        while block := file.read(PIECE):
+            if b"\0" in block:
+                raise ValueError("not text: it holds NUL bytes")
+            *whole, held = _cut(held + decoder.decode(block))
+            yield from whole
+    held += decoder.decode(b"", final=True)
+    if held:
+        yield held
+
+
+_LINE_START = re.compile(r"(?<=\S\n)(?=\S)")
+"""A place where a text can be cut without another tokenization of its parts."""
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Yield a text in pieces of about `PIECE` characters, cut at the beginning of a line."""
+    while len(text) > 2 * PIECE:
+        found = _LINE_START.search(text, PIECE, 2 * PIECE)
+        at = found.start() if found else PIECE
+        yield text[:at]
+        text = text[at:]
+    yield text
+
+
+# -- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+class EndedTokenizer(NamedTuple):
+    """A tokenizer of the package tokenizers, and the token that ends a document."""
+
+    tokenizer: Any
+    end: int
+
+
+def _package() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise missing_extra(error) or error from error
+    return tokenizers
+
+
+def open_tokenizer(place: str | Path, end: str | None = None) -> EndedTokenizer:
+    """Return the tokenizer in a `tokenizer.json`, or in a folder that has one, and its end token."""
+    tokenizer, path = read_tokenizer(place), Path(os.path.expanduser(place))
+    return EndedTokenizer(tokenizer, _end_of(tokenizer, path / TOKENIZER if path.is_dir() else path, end))
+
+
+def read_tokenizer(place: str | Path) -> Any:
+    """Return the tokenizer in a `tokenizer.json`, or in a folder that has one."""
+    path = Path(os.path.expanduser(place))
+    path = path / TOKENIZER if path.is_dir() else path
+    package = _package()
+    if not path.is_file():
+        raise BadData(
+            f"there is no tokenizer at {path}",
+            allowed="a tokenizer.json, a folder that has one, or train:4096",
+            do="write --tokenizer train:4096, or give the file of the base that you will train",
+        )
+    try:
+        tokenizer = package.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises plain Exception
+        raise BadData(
+            f"{path} is no tokenizer: {str(error)[:120]}",
+            allowed="a tokenizer.json, as transformers and tokenizers save it",
+            do="copy it again, or save it with tokenizer.save_pretrained(FOLDER)",
+        ) from error
+    # Text that spells a special token stays text: no document ends because it mentions the end token.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _end_of(tokenizer: Any, path: Path, given: str | None) -> int:
+    names = [given] if given is not None else [*_configured(path), *ENDS]
+    for name in names:
+        number: int | None = tokenizer.token_to_id(name)
+        if number is not None:
+            return number
+    raise BadData(
+        f"{path} has no token {given!r}" if given is not None else f"{path} names no token that ends a document",
+        allowed="a token of its vocabulary",
+        do=f"write --end TOKEN, such as {ENDS[0]} or {ENDS[2]}",
+    )
+
+
+def _configured(path: Path) -> list[str]:
+    try:
+        found = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return []
+    named = found.get("content") if isinstance(found, dict) else found
+    return [named] if isinstance(named, str) else []
+
+
+def train_tokenizer(documents: Iterable[Document], vocabulary: int, end: str = END) -> EndedTokenizer:
+    """Return a byte-level BPE tokenizer, trained on these documents; the end token is number 0."""
+    package = _package()
+    tokenizer = package.Tokenizer(package.models.BPE())
+    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[end],
+        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((piece for one in documents for piece in _readable(one)), trainer)
+    tokenizer.encode_special_tokens = True
+    return EndedTokenizer(tokenizer, 0)
+
+
+def _readable(document: Document) -> Iterator[str]:
+    try:
+        yield from document.pieces()
+    except (OSError, ValueError):
+        return  # it is named where it would have been tokenized
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_tokens(
+    places: Sequence[str | Path],
+    tokenizer: str,
+    out: Path,
+    *,
+    val: float = VAL,
+    end: str | None = None,
+    separator: str | None = None,
+    on_progress: OnProgress = lambda done, of: None,
+) -> TokensReport:
+    """Write the tokens of all documents to a new folder, complete or not at all, and return the report."""
+    _refuse_taken(out)
+    asked = TRAIN.fullmatch(tokenizer)
+    if asked and int(asked[1]) < SMALLEST:
+        raise WrongUse(
+            f"--tokenizer {tokenizer}", allowed=f"{SMALLEST} tokens or more", do=f"--tokenizer train:{SMALLEST}"
+        )
+    if not asked:
+        opened = open_tokenizer(tokenizer, end)
+    documents, notes = documents_in(places, separator), []
+    if len(documents) == 1:
+        documents = _halved(documents[0], val)
+        notes.append(f"one document: its last {val:.0%} is held out; --separator TEXT divides it into documents")
+        held = {1}
+    else:
+        held = held_out_exactly([place_of(one.name) for one in documents], val)
+    if asked:
+        own = (one for number, one in enumerate(documents) if number not in held)
+        opened = train_tokenizer(own, int(asked[1]), end or END)
+    with storing(
+        f"{out} cannot be written",
+        allowed="a folder of yours with room for the tokens",
+        do="give --out FOLDER, in a place of your own",
+    ):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            left_out = _write(documents, held, opened, draft, on_progress)
+            index = read_index(draft)
+            _refuse_empty(index, left_out, out)
+            draft.chmod(0o755)  # mkdtemp's folders are private
+            os.replace(draft, out)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+    name = opened.tokenizer.id_to_token(opened.end)
+    return TokensReport(out, index.vocabulary, name, index.dtype, index.train, index.val, tuple(left_out), tuple(notes))
+
+
+def _refuse_taken(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FolderTaken(f"{out} is there already", allowed="a new folder", do="give --out FOLDER, another name")
+
+
+def _refuse_empty(index: TokenIndex, left_out: Sequence[LeftOut], out: Path) -> None:
+    for name, split in (("train", index.train), ("held-out", index.val)):
+        if not split.documents:
+            why = f"; {left_out[0].name}: {left_out[0].reason}" if left_out else ""
+            raise BadData(
+                f"{out}: no {name} document has text{why}", allowed="text on both sides", do="add documents, or --val"
+            )
+
+
+def _halved(document: Document, val: float) -> list[Document]:
+    """Return the first part and the last share of a document, divided at the beginning of a line."""
+    text = "".join(document.pieces())
+    if len(text) < SHORTEST:
+        raise BadData(
+            f"{document.name} is the only document, and has {len(text):,} characters",
+            allowed=f"several documents, or one of {SHORTEST:,} characters or more",
+            do="add files",
+        )
+    at = round(len(text) * (1.0 - val))
+    found = text.find("\n", at)
+    at = found + 1 if 0 <= found < len(text) - 1 else at
+    return [_held(f"{document.name}#0", text[:at]), _held(f"{document.name}#1", text[at:])]
+
+
+def _write(
+    documents: Sequence[Document], held: set[int], opened: EndedTokenizer, folder: Path, on_progress: OnProgress
+) -> list[LeftOut]:
+    tokenizer, end = opened
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
+    dtype = "uint16" if vocabulary <= 2**16 else "uint32"
+    train, val = (TokenWriter(folder, split, dtype, end) for split in ("train", "val"))
+    left_out: list[LeftOut] = []
+    batch: list[_Piece] = []
+    for number, document in enumerate(documents):
+        writer = val if number in held else train
+        try:
+            # A document of more than one piece is written as it is read: it may be larger than the memory.
+            pieces = document.pieces()
+            first, second = next(pieces, ""), next(pieces, None)
+        except (OSError, ValueError) as error:
+            left_out.append(LeftOut(document.name, _why(error)))
+            continue
+        if not first.strip() and second is None:
+            left_out.append(LeftOut(document.name, "empty"))
+        elif second is None:
+            batch.append(_Piece(writer, document.name, first))
+        else:
+            _put(batch, tokenizer)
+            left_out += _put_large(writer, document.name, chain((first, second), pieces), tokenizer)
+        if len(batch) >= BATCH:
+            _put(batch, tokenizer)
+        on_progress(number + 1, len(documents))
+    _put(batch, tokenizer)
+    tokenizer.save(str(folder / TOKENIZER), pretty=False)
+    own, held_out = train.close(), val.close()
+    digest = sha256_of(folder / TOKENIZER)
+    TokenIndex(VERSION, dtype, vocabulary, end, digest, own, held_out).write(folder)  # type: ignore[arg-type]
+    return left_out
+
+
+class _Piece(NamedTuple):
+    writer: TokenWriter
+    name: str
+    text: str
+
+
+def _put(batch: list[_Piece], tokenizer: Any) -> None:
+    found = tokenizer.encode_batch([one.text for one in batch], add_special_tokens=False) if batch else []
+    for one, encoded in zip(batch, found, strict=True):
+        one.writer.add(encoded.ids, len(one.text.encode()))
+        one.writer.end_document(one.name)
+    batch.clear()
+
+
+def _put_large(writer: TokenWriter, name: str, pieces: Iterator[str], tokenizer: Any) -> Iterator[LeftOut]:
+    try:
+        for text in pieces:
+            writer.add(tokenizer.encode(text, add_special_tokens=False).ids, len(text.encode()))
+    except (OSError, ValueError) as error:
+        yield LeftOut(name, f"all but its beginning: {_why(error)}")
+    writer.end_document(name)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8, at byte {error.start:,} of a block"
+    return getattr(error, "strerror", None) or str(error)[:120] or type(error).__name__
+
+
+# -- Python's own text ------------------------------------------------------------------------------------------------
+
+
+def python_tokens(files: int, vocabulary: int) -> Path:
+    """Return a folder with the tokens of Python's own standard library, made once and kept in the cache."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found = [folder / name for name in sorted(os.listdir(folder)) if name.endswith(".py")][:files]
+    if len(found) < 2:
+        raise BadData(
+            f"{folder} has no source files of Python's standard library",
+            allowed="a Python with its standard library as text",
+            do="make tokens of your own text: halfstep data tokens FILES --tokenizer train:4096 --out FOLDER",
+        )
+    version = ".".join(map(str, sys.version_info[:3]))
+    place = cache_folder() / "tokens" / f"python-{version}-{len(found)}-{vocabulary}-{VERSION}"
+    if has_tokens(place):
+        return place
+    try:
+        write_tokens(found, f"train:{vocabulary}", place, val=0.1)
+    except (StorageFailed, FolderTaken):
+        if not has_tokens(place):  # another rank was first, or there is no cache: for this process alone
+            place = Path(tempfile.mkdtemp(prefix="halfstep-tokens-")) / "python"
+            write_tokens(found, f"train:{vocabulary}", place, val=0.1)
+    return place

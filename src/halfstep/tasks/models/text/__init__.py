@@ -1,0 +1,1 @@
+"""Language models of transformers, with a loss that is summed over tokens."""

@@ -1,0 +1,294 @@
+"""Frozen bases and LoRA by peft: adapters and everything that is trained are stored in fp32, whatever the base has."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.data.file_state import block_starts, content_digest
+from halfstep.errors import BadData, BadRecipe, WrongUse, missing_extra
+from halfstep.formats import BF16, FP32, format_of, is_narrow
+from halfstep.numbers import size
+from halfstep.precision.precision import Precision, precision_named
+from halfstep.tasks.models.text import building
+from halfstep.tasks.models.text.model import LanguageModel
+from halfstep.tasks.options.text import NO_BASE, QUANTIZED
+
+ADAPTER = "default"
+"""The name that peft gives the first adapter."""
+MOST_WHOLE = 2**30
+"""Bytes of a file of the base up to which all of it is part of the fingerprint; of a larger one, a few blocks."""
+
+
+def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageModel:
+    """Return the base of a recipe, frozen, with an adapter around it.
+
+    `config` is that of a new base with random weights, where the recipe names none.
+    """
+    for package in ("peft", *(("bitsandbytes",) if options.base_format in QUANTIZED else ())):
+        if find_spec(package) is None:
+            error = ModuleNotFoundError(f"No module named {package!r}", name=package)
+            raise missing_extra(error) or error
+    from peft import LoraConfig, get_peft_model
+
+    if options.base == NO_BASE:
+        language = building.new_model(config).to(_stored(options.base_format))
+    else:
+        language = building.load_base(options.base, options.download, **_how(options.base_format, device))
+    language.config.use_cache = False
+    adapter = options.adapter
+    settings = LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha or 2 * adapter.rank,
+        lora_dropout=adapter.dropout,
+        target_modules=list(adapter.targets),
+        modules_to_save=list(adapter.also_train) or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with warnings.catch_warnings():
+            # A tied head that is trained becomes a separate matrix, which `merged` respects.
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            wrapped = get_peft_model(language, settings)
+    except ValueError as error:
+        raise BadRecipe(
+            f"model.adapter.targets={adapter.targets}: {str(error)[:200]}",
+            allowed=f"names of its layers: {', '.join(_layer_names(language))}",
+            do="write model.adapter.targets=[q_proj, v_proj], or others of these",
+        ) from error
+    _refuse_unmatched(wrapped, adapter)
+    store_trained_in_fp32(wrapped)
+    model = LanguageModel(wrapped)
+    model.leave_out_base()
+    return model
+
+
+def _stored(name: str) -> torch.dtype:
+    dtype = (FP32 if name == FP32.name else BF16).dtype
+    assert dtype is not None
+    return dtype
+
+
+def _how(base_format: str, device: torch.device) -> dict[str, Any]:
+    if base_format not in QUANTIZED:
+        return {"dtype": _stored(base_format)}
+    from transformers import BitsAndBytesConfig
+
+    how: dict[str, Any] = {"load_in_8bit": True}
+    if base_format == "nf4":
+        how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": BF16.dtype}
+    return {"dtype": BF16.dtype, "quantization_config": BitsAndBytesConfig(**how), "device_map": {"": device}}
+
+
+def _layer_names(language: nn.Module) -> list[str]:
+    found = (name.rpartition(".")[2] for name, part in language.named_modules() if isinstance(part, nn.Linear))
+    return list(dict.fromkeys(found))
+
+
+def _refuse_unmatched(language: nn.Module, adapter: Any) -> None:
+    """Raise `BadRecipe` for a name that no layer has: peft is content with one that matches."""
+    paths = [name.removesuffix(".lora_A") for name, _ in language.named_modules() if name.endswith(".lora_A")]
+    paths += [
+        name.removesuffix(".modules_to_save")
+        for name, _ in language.named_modules()
+        if name.endswith(".modules_to_save")
+    ]
+    for setting, names in (("targets", adapter.targets), ("also_train", adapter.also_train)):
+        lost = [name for name in names if not any(path.endswith(name) for path in paths)]
+        if lost:
+            raise BadRecipe(
+                f"model.adapter.{setting}: no layer is called {', '.join(lost)}",
+                allowed=f"names of its layers: {', '.join(_layer_names(language))}",
+                do=f"leave {lost[0]} out, or correct it",
+            )
+
+
+def store_trained_in_fp32(model: nn.Module) -> list[str]:
+    """Store every trained parameter in fp32, and return the names of those that were not.
+
+    peft leaves layers that are trained whole in the format of the base.
+    """
+    narrow = [(name, p) for name, p in model.named_parameters() if p.requires_grad and is_narrow(p.dtype)]
+    for _, parameter in narrow:
+        parameter.data = parameter.data.float()
+    return [name for name, _ in narrow]
+
+
+def computing(model: nn.Module) -> AbstractContextManager[object]:
+    """Return the context for inference with a base in 16 bits or fewer: some of its layers may be in fp32."""
+    first = next(model.parameters())
+    wide = all(p.is_floating_point() and not is_narrow(p.dtype) for p in model.parameters())
+    return nullcontext() if wide else precision_named(BF16.name).inference(first.device)
+
+
+# -- before the first step --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PartRow:
+    """A part of a model: whether it is trained, how it is stored and computed, and its bytes."""
+
+    part: str
+    trained: bool
+    stored: str
+    computed: str
+    bytes: int
+
+
+def parts_of(model: LanguageModel, precision: Precision) -> list[PartRow]:
+    """Return the parts of a model with an adapter."""
+    computed = precision.computes.name
+    kinds: dict[tuple[str, bool, str], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        part = "adapter" if "lora_" in name else "also trained" if parameter.requires_grad else "base"
+        kinds.setdefault((part, parameter.requires_grad, _format(parameter)), []).append(parameter)
+    return [
+        PartRow(part, trained, stored, computed, sum(p.nbytes for p in found))
+        for (part, trained, stored), found in kinds.items()
+    ]
+
+
+def _format(parameter: Tensor) -> str:
+    named = {"Params4bit": "nf4", "Int8Params": "int8"}.get(type(parameter).__name__)
+    known = format_of(parameter.dtype)
+    return named or (known.name if known is not None else str(parameter.dtype).removeprefix("torch."))
+
+
+def table(rows: Iterable[PartRow]) -> list[str]:
+    """Return the parts as lines of a table."""
+    head = ("part", "trained", "stored", "computed", "bytes")
+    cells = [head, *((r.part, "yes" if r.trained else "no", r.stored, r.computed, size(r.bytes)) for r in rows)]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def ready(model: LanguageModel, options: Any, precision: Precision) -> list[str]:
+    """Fit the base to the precision of the run, and return the table of parts.
+
+    Raise `BadRecipe` where the base is quantized and the run computes in fp32.
+    """
+    lines = []
+    if precision.narrow is None:
+        if options.base_format in QUANTIZED:
+            raise BadRecipe(
+                f"model.base_format={options.base_format} in {precision.name}",
+                allowed="bf16, which bitsandbytes computes in",
+                do="write precision=bf16, and train.strict=true where the device emulates it",
+            )
+        wide = [p for p in model.parameters() if not p.requires_grad and is_narrow(p.dtype)]
+        for parameter in wide:
+            parameter.data = parameter.data.float()
+        if wide:
+            lines.append(f"the base is stored in fp32: the run computes in {precision.name}")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return [*lines, *table(parts_of(model, precision)), f"{trained:,} parameters are trained"]
+
+
+# -- the files of a base ----------------------------------------------------------------------------------------------
+
+
+def base_files(name: str) -> list[Path]:
+    """Return the files of a base that decide its weights; none for one of the hub."""
+    folder = Path(os.path.expanduser(name))
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name == "config.json" or path.suffix == ".safetensors")
+
+
+def base_fingerprint(name: str) -> str:
+    """Return 16 hex digits of the files of a base."""
+    total = sha256()
+    for path in base_files(name):
+        length = path.stat().st_size
+        total.update(f"{path.name} {length} ".encode())
+        total.update(content_digest(path, block_starts(length, length <= MOST_WHOLE)).encode())
+    return total.hexdigest()[:16]
+
+
+def refuse_other_base(name: str, fingerprint: str) -> None:
+    """Raise `BadData` where a base is not the one that an adapter was trained on."""
+    if not base_files(name):
+        raise BadData(
+            f"the base {name} is not there, and the run holds the adapter alone",
+            allowed="the folder of the base that it was trained on",
+            do=f"put the base back at {name}",
+        )
+    now = base_fingerprint(name)
+    if now != fingerprint:
+        raise BadData(
+            f"the base {name} has changed since the run: {now}, then {fingerprint}",
+            allowed="the base that the adapter was trained on",
+            do=f"put the original base back at {name}",
+        )
+
+
+# -- merging ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def merged(model: LanguageModel, config: Any) -> LanguageModel:
+    """Return a new model in the base's 16-bit format with the adapter in its weights; sums are made in fp32.
+
+    A quantized base is taken as it computes, dequantized: its weights are not rounded to 8 or 4 bits again.
+    """
+    inner = model.inner
+    ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
+    config = copy.deepcopy(config)
+    # One of two tied layers that was trained whole is no longer the other one.
+    config.tie_word_embeddings = config.tie_word_embeddings and not any(hasattr(e, "modules_to_save") for e in ends)
+    plain = building.new_model(config)
+    for name, parameter in plain.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        parameter.copy_(_whole(inner.get_submodule(path), leaf))
+    narrow = any(is_narrow(p.dtype) or not p.is_floating_point() for p in model.parameters() if not p.requires_grad)
+    return LanguageModel(plain.to(BF16.dtype) if narrow else plain)
+
+
+def _whole(module: Any, leaf: str) -> Tensor:
+    from peft.utils.integrations import dequantize_module_weight
+
+    if hasattr(module, "modules_to_save"):
+        module = module.modules_to_save[ADAPTER]
+    layer = getattr(module, "base_layer", module)
+    if leaf != "weight":
+        found: Tensor = getattr(layer, leaf)
+        return found.float()
+    weight: Tensor = dequantize_module_weight(layer).float()
+    if layer is not module:
+        weight = weight + module.get_delta_weight(ADAPTER).to(weight)
+    return weight
+
+
+@dataclass(frozen=True)
+class MergeLosses:
+    """Held-out losses for each token: of the base, of base and adapter, and of the merged model."""
+
+    base: float
+    adapter: float
+    merged: float
+
+    def __str__(self) -> str:
+        return f"held-out loss: base {self.base:.4f}, with adapter {self.adapter:.4f}, merged {self.merged:.4f}"
+
+    def refuse_worse(self) -> None:
+        """Raise `WrongUse` where the merge loses more than the adapter had gained."""
+        gained, lost = self.base - self.adapter, self.merged - self.adapter
+        # Negated, so that a NaN is refused too.
+        if not lost <= max(gained, 0.0):
+            raise WrongUse(
+                f"the merged model loses {lost:.4f}, and the adapter had gained {gained:.4f}; {self}",
+                allowed="a merge that loses less than the adapter gained",
+                do="export without --merge: the adapter, to be loaded next to its base",
+                id="merge-loses",
+            )

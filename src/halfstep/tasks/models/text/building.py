@@ -1,0 +1,130 @@
+"""Build language models: from the sizes of a recipe, or from a folder with a pretrained one."""
+
+from __future__ import annotations
+
+import base64
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from halfstep.data.gguf_base import without_bars
+from halfstep.data.token_files import TOKENIZER
+from halfstep.errors import BadData, in_one_line
+
+SIZES = {"mlp": "intermediate_size", "kv_heads": "num_key_value_heads"}
+GPT2 = {"width": "n_embd", "layers": "n_layer", "heads": "n_head", "mlp": "n_inner"}
+
+
+def new_config(options: Any, vocabulary: int, length: int, end: int) -> Any:
+    """Return the config of a new model for these tokens."""
+    common = {
+        "vocab_size": max(options.vocabulary or 0, vocabulary),
+        "tie_word_embeddings": options.tied,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "use_cache": False,
+    }
+    mlp = options.mlp or 16 * -(-round(2.7 * options.width) // 16)
+    if options.type == "gpt2":
+        sizes = {theirs: getattr(options, ours) for ours, theirs in GPT2.items()} | {"n_inner": mlp}
+        return AutoConfig.for_model("gpt2", **common, **sizes, n_positions=length, **_NO_DROPOUT)
+    return AutoConfig.for_model(
+        options.type,
+        **common,
+        hidden_size=options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads or options.heads,
+        head_dim=options.width // options.heads,
+        intermediate_size=mlp,
+        max_position_embeddings=length,
+        rope_parameters={"rope_type": "default", "rope_theta": options.rope_base},
+    )
+
+
+_NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+
+def new_model(config: Any) -> Any:
+    """Return a model of this config with random weights in fp32."""
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def config_from(saved: Mapping[str, Any]) -> Any:
+    """Return the config that `as_plain` gave."""
+    content = dict(saved)
+    return AutoConfig.for_model(content.pop("model_type"), **content)
+
+
+def as_plain(config: Any) -> dict[str, Any]:
+    """Return a config as plain data, without what a base was stored in."""
+    left_out = ("transformers_version", "dtype", "torch_dtype", "quantization_config", "_name_or_path")
+    return {key: value for key, value in config.to_dict().items() if key not in left_out}
+
+
+# -- bases ------------------------------------------------------------------------------------------------------------
+
+
+def load_base(name: str, download: bool, **more: Any) -> Any:
+    """Return a pretrained model from a folder, or from the hub where that was allowed; raise BadData where it fails."""
+    with _base_read(name, download), without_bars():
+        place = os.path.expanduser(name)
+        # Weights as safetensors alone: other files of weights are pickles.
+        return AutoModelForCausalLM.from_pretrained(
+            place, local_files_only=not download, use_safetensors=True, trust_remote_code=False, **more
+        )
+
+
+def base_config(name: str, download: bool) -> Any:
+    """Return the config of a base."""
+    with _base_read(name, download):
+        return AutoConfig.from_pretrained(
+            os.path.expanduser(name), local_files_only=not download, trust_remote_code=False
+        )
+
+
+@contextmanager
+def _base_read(name: str, download: bool) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise BadData(
+            f"model.base={name} cannot be loaded: {in_one_line(error)[:300]}",
+            allowed="config.json and .safetensors of a causal language model that transformers knows",
+            do="check the name and the network" if download else f"check the files in {name}, or copy them again",
+        ) from error
+
+
+def base_tokenizer(name: str) -> Path | None:
+    """Return the tokenizer of a base in a folder, where it has one."""
+    path = Path(os.path.expanduser(name)) / TOKENIZER
+    return path if path.is_file() else None
+
+
+# -- tokenizers as facts ----------------------------------------------------------------------------------------------
+
+
+def packed(tokenizer: Any) -> str:
+    """Return a tokenizer as a short text: its JSON may take megabytes."""
+    return base64.b64encode(zlib.compress(tokenizer.to_str().encode(), 9)).decode()
+
+
+def save_tokenizer(tokenizer: Any, end: int, folder: Path) -> None:
+    """Save a tokenizer as transformers' AutoTokenizer reads it."""
+    from transformers import PreTrainedTokenizerFast
+
+    name = tokenizer.id_to_token(end)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=name, bos_token=name).save_pretrained(folder)
+
+
+def unpacked(text: str) -> Any:
+    """Return the tokenizer that `packed` gave."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(zlib.decompress(base64.b64decode(text)).decode())

@@ -1,0 +1,322 @@
+"""Causal language models of transformers, on tokens of one's own text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.data.dataset import Sample, Source
+from halfstep.data.gguf_base import without_bars
+from halfstep.data.layout import data_place
+from halfstep.data.token_files import TOKENIZER, TokenArray, TokenIndex, read_index
+from halfstep.data.token_windows import TokenWindows
+from halfstep.data.tokenizing import python_tokens, read_tokenizer
+from halfstep.errors import BadData, WrongUse
+from halfstep.precision.precision import Precision
+from halfstep.status_line import OnProgress
+from halfstep.step.loss import Counted
+from halfstep.tasks.models.text import adapters, building
+from halfstep.tasks.models.text.model import IGNORED, LanguageModel, check_model, compared_logits
+from halfstep.tasks.options.text import NO_ADAPTER, NO_BASE, SCHEMA, check
+from halfstep.train.metrics import Metric, Metrics
+from halfstep.train.process_group import device_of
+from halfstep.train.task import Prediction, Split, Task, no_progress
+
+COMPARED = 64
+"""Held-out windows that a merged model is compared on."""
+TOGETHER = 4
+
+
+class Text(Task):
+    """A task that predicts the next token; windows hold several documents, which do not see each other."""
+
+    schema: ClassVar[Any] = SCHEMA
+    metric: ClassVar[str] = "bits_per_byte"
+    higher_is_better: ClassVar[bool] = False
+    reads: ClassVar[Literal["images", "text"]] = "text"
+    tiny: ClassVar[Mapping[str, object]] = {
+        "model": {"width": 32, "layers": 2, "heads": 2, "new_tokens": 8},
+        "data": {"name": "python", "samples": 4, "vocabulary": 512, "length": 32},
+        "loss": {},
+    }
+
+    def begin(self, recipe: Any) -> None:
+        """Check the recipe. Raise `BadRecipe` for settings that exclude each other."""
+        super().begin(recipe)
+        check(recipe)
+        self._index: TokenIndex | None = None
+        self._folder: Path | None = None
+        self._tokenizer: Any = None
+        self._config: dict[str, Any] | None = None
+        self._vocabulary = self._end = -1
+        self._tokens_per_byte: dict[str, float] = {}
+        self._base = ""
+        """The fingerprint of an adapter's base."""
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Tokens of a window."""
+        length: int = self.recipe.data.length
+        return length
+
+    def source(self, split: Split) -> Source:
+        """Return the windows of a split."""
+        self._read()
+        assert self._folder is not None
+        # A base that changes between two launches makes another run, as data that changes does.
+        base = adapters.base_files(self.recipe.model.base) if split == "train" else []
+        tokens = TokenArray(self._folder, split, self._index)
+        return TokenWindows(tokens, self.recipe.data.length, [(f"base/{path.name}", path) for path in base])
+
+    def transform(self, split: Split, sample: Sample) -> Sample:
+        """Return inputs, targets shifted by one, and positions, which start again with each document."""
+        self._known()
+        tokens, targets = sample["tokens"][:-1], sample["tokens"][1:].clone()
+        ends = tokens == self._end
+        # After the end of a document comes another one, which it does not predict.
+        targets[ends] = IGNORED
+        places = torch.arange(len(tokens))
+        starts = torch.zeros_like(places)
+        starts[1:] = torch.where(ends[:-1], places[1:], 0)
+        return {"tokens": tokens, "targets": targets, "positions": places - starts.cummax(0).values}
+
+    # -- model ----------------------------------------------------------------------------------------------------
+
+    def model(self) -> nn.Module:
+        """Return a new model, or the base."""
+        options = self.recipe.model
+        if options.adapter.kind != NO_ADAPTER:
+            return self._with_adapter()
+        if self._config is not None:  # a finished run: its weights follow
+            return LanguageModel(building.new_model(building.config_from(self._config)))
+        if options.base == NO_BASE:
+            self._known()
+            return LanguageModel(building.new_model(self._new_config()))
+        language = building.load_base(options.base, options.download, dtype=torch.float32)
+        self._fits(language.config)
+        language.config.use_cache = False
+        return LanguageModel(language)
+
+    def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = no_progress) -> list[str]:
+        """Check that documents do not see each other, and how logits are computed."""
+        assert isinstance(model, LanguageModel)
+        lines = adapters.ready(model, self.recipe.model, precision) if model.has_adapter else []
+        with precision.inference(next(model.parameters()).device):
+            return [*lines, *check_model(model, self._vocabulary, self._end)]
+
+    def loss(self, model: nn.Module, batch: Sample, metrics: Metrics | None = None) -> Counted:
+        """Return the cross-entropy of the next tokens, summed, and their number."""
+        targets = batch["targets"]
+        total, count = model(batch["tokens"], targets, batch["positions"]), (targets != IGNORED).sum()
+        if metrics is not None:
+            split = "train" if model.training else "val"
+            metrics.update(total.detach(), count, self._tokens_per_byte.get(split, math.nan))
+        return Counted(total, count)
+
+    def metrics(self) -> Metrics:
+        """Return perplexity and bits per byte."""
+        return Metrics({"text": TextMetric()})
+
+    # -- use ------------------------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """Return the config, the tokenizer and its end token."""
+        self._known()
+        config = self._config or building.as_plain(self._any_config())
+        return {
+            "config": config,
+            "tokenizer": building.packed(self._tokenizer),
+            "end": self._end,
+            "vocabulary": self._vocabulary,
+            "tokens_per_byte": self._tokens_per_byte,
+            **({"base": self._base} if self._base else {}),
+        }
+
+    def remember(self, facts: Mapping[str, Any]) -> None:
+        """Restore the facts of a run."""
+        if not facts:
+            return
+        self._config = facts["config"]
+        self._tokenizer = building.unpacked(facts["tokenizer"])
+        self._end, self._vocabulary = facts["end"], facts["vocabulary"]
+        self._tokens_per_byte = dict(facts["tokens_per_byte"])
+        self._base = str(facts.get("base", ""))
+
+    @property
+    def generates(self) -> bool:
+        """Text needs no prompt."""
+        return True
+
+    def prompt(self, text: str) -> Tensor:
+        """Return the tokens of a prompt; after an empty one, a document begins."""
+        self._known()
+        self._tokenizer.encode_special_tokens = True
+        tokens = self._tokenizer.encode(text, add_special_tokens=False).ids or [self._end]
+        return torch.tensor(tokens)
+
+    @torch.no_grad()
+    def predict(self, model: nn.Module, tokens: Tensor) -> Prediction:
+        """Return the continuation of a prompt, as text; sampled from torch's default generator."""
+        assert isinstance(model, LanguageModel)
+        self._known()
+        options = self.recipe.model
+        sampling: dict[str, Any] = {"do_sample": False}
+        if options.temperature > 0:
+            sampling = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k}
+        # The newest tokens, where a prompt is longer than what the model was trained with.
+        prompt = tokens[-max(1, self.recipe.data.length - options.new_tokens) :].unsqueeze(0)
+        with adapters.computing(model):
+            found = model.language.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=options.new_tokens,
+                pad_token_id=self._end,
+                eos_token_id=self._end,
+                use_cache=True,
+                **sampling,
+            )
+        written = found[0, prompt.shape[1] :].tolist()
+        ended = bool(written) and written[-1] == self._end
+        text = self._tokenizer.decode(written[:-1] if ended else written)
+        return Prediction(values={"text": text, "tokens": len(written), "ended": ended})
+
+    def write_folder(self, model: nn.Module, folder: Path, merge: bool = False) -> list[str]:
+        """Write the model and its tokenizer as a folder that transformers loads, and compare what it loads."""
+        assert isinstance(model, LanguageModel)
+        self._known()
+        model.inner.config.use_cache = True
+        with without_bars():
+            if model.has_adapter:
+                return self._write_merged(model, folder) if merge else self._write_adapter(model, folder)
+            return self._write_whole(model, folder, merge)
+
+    def _write_whole(self, model: LanguageModel, folder: Path, merge: bool) -> list[str]:
+        if merge:
+            raise WrongUse("a merge without an adapter", allowed="runs with model.adapter", do="leave --merge out")
+        model.language.save_pretrained(folder)
+        building.save_tokenizer(self._tokenizer, self._end, folder)
+        again = LanguageModel(building.load_base(str(folder), False, dtype=torch.float32))
+        return [compared_logits(model, again, self._vocabulary)]
+
+    def _write_adapter(self, model: LanguageModel, folder: Path) -> list[str]:
+        model.language.save_pretrained(folder)
+        building.save_tokenizer(self._tokenizer, self._end, folder)
+        return [f"the adapter alone; its base is {self.recipe.model.base}, fingerprint {self._base}"]
+
+    def _write_merged(self, model: LanguageModel, folder: Path) -> list[str]:
+        whole = adapters.merged(model, building.config_from(self._config or building.as_plain(model.inner.config)))
+        with model.language.disable_adapter():
+            base = self._held_out_loss(model)
+        losses = adapters.MergeLosses(base, self._held_out_loss(model), self._held_out_loss(whole))
+        losses.refuse_worse()
+        whole.language.config.use_cache = True
+        whole.language.save_pretrained(folder)
+        building.save_tokenizer(self._tokenizer, self._end, folder)
+        return [str(losses)]
+
+    @torch.no_grad()
+    def _held_out_loss(self, model: LanguageModel) -> float:
+        """Return the loss for each token of some held-out windows."""
+        source = self.source("val")
+        numbers = range(0, len(source), -(-len(source) // COMPARED))
+        device, total, count = next(model.parameters()).device, 0.0, 0
+        for first in range(0, len(numbers), TOGETHER):
+            windows = (source.read(number) for number in numbers[first : first + TOGETHER])
+            batch = self.collate("val", [self.transform("val", window) for window in windows])
+            with adapters.computing(model):
+                loss = self.loss(model.eval(), {name: tensor.to(device) for name, tensor in batch.items()})
+            total, count = total + float(loss.sum), count + int(loss.count)
+        return total / max(count, 1)
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        if self._index is not None:
+            return
+        data = self.recipe.data
+        python = data.name == "python"
+        self._folder = python_tokens(data.samples, data.vocabulary) if python else data_place(data.path)
+        self._index = index = read_index(self._folder)
+        self._tokenizer = self._tokenizer or read_tokenizer(self._folder)
+        self._end, self._vocabulary = index.end, index.vocabulary
+        self._tokens_per_byte = {s: index.split(s).tokens / max(index.split(s).bytes, 1) for s in ("train", "val")}
+
+    def _known(self) -> None:
+        """Read the tokens' index, unless a finished run remembers what is needed of it."""
+        if self._end < 0:
+            self._read()
+
+    def _with_adapter(self) -> LanguageModel:
+        options = self.recipe.model
+        config = None
+        if options.base != NO_BASE:
+            if self._base:
+                adapters.refuse_other_base(options.base, self._base)
+            self._base = adapters.base_fingerprint(options.base)
+            self._fits(building.base_config(options.base, options.download))
+        else:
+            self._known()
+            config = self._new_config()
+        return adapters.with_adapter(options, config, device_of(self.recipe.train.device))
+
+    def _new_config(self) -> Any:
+        options, length = self.recipe.model, self.recipe.data.length
+        return building.new_config(options, self._vocabulary, length, self._end)
+
+    def _any_config(self) -> Any:
+        options = self.recipe.model
+        return self._new_config() if options.base == NO_BASE else building.base_config(options.base, options.download)
+
+    def _fits(self, config: Any) -> None:
+        """Raise `BadData` where tokens and base do not belong together."""
+        self._known()
+        base = self.recipe.model.base
+        own = building.base_tokenizer(base)
+        place = own or f"{base}/{TOKENIZER}"
+        if config.vocab_size < self._vocabulary or (
+            own is not None and read_tokenizer(own).get_vocab() != self._tokenizer.get_vocab()
+        ):
+            raise BadData(
+                f"the tokens of {self._folder} are not those of {base}",
+                allowed="tokens that the base's own tokenizer made",
+                do=f"halfstep data tokens FILES --tokenizer {place} --out FOLDER",
+            )
+        most = getattr(config, "max_position_embeddings", None)
+        if most is not None and self.recipe.data.length > most:
+            raise BadData(
+                f"data.length={self.recipe.data.length} for {base}",
+                allowed=f"at most {most}, the longest window that the base knows",
+                do=f"write data.length={most}",
+            )
+
+
+class TextMetric(Metric):
+    """Perplexity and bits per byte over all tokens: of the mean loss, not a mean over batches."""
+
+    loss: Tensor
+    tokens: Tensor
+    bytes: Tensor
+
+    def __init__(self) -> None:
+        zero = torch.zeros((), dtype=torch.float64)
+        super().__init__(loss=zero, tokens=torch.zeros((), dtype=torch.int64), bytes=zero.clone())
+
+    def update(self, loss: Tensor, tokens: Tensor, tokens_per_byte: float) -> None:
+        """Add the summed loss of a batch, and the number of its tokens."""
+        self.loss = self.loss + loss.to(self.loss.dtype)
+        self.tokens = self.tokens + tokens
+        self.bytes = self.bytes + tokens.to(self.bytes.dtype) / tokens_per_byte
+
+    def compute(self) -> dict[str, Tensor]:
+        loss = self.total("loss")
+        return {
+            "perplexity": (loss / self.total("tokens")).exp(),
+            "bits_per_byte": loss / math.log(2) / self.total("bytes"),
+        }

@@ -1,0 +1,353 @@
+"""A language model: its loss is transformers' own, documents stay apart, and what it writes can be read elsewhere."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import halfstep
+from halfstep.cli.main import build
+from halfstep.errors import BadData, BadRecipe, WrongUse
+from halfstep.precision.precision import precision_named
+from halfstep.runs.evaluate_run import evaluate
+from halfstep.step.loss import Counted
+from halfstep.tasks.models.text.model import (
+    IGNORED,
+    LanguageModel,
+    attention_mask,
+    check_model,
+    compared_logits,
+    summed_loss,
+)
+from halfstep.tasks.text import Text, TextMetric
+from halfstep.train.activation_checkpointing import checkpoint_activations
+from tests.tasks.made import batch_of, made
+
+TYPES = {
+    "llama": {},
+    "shared keys": {"kv_heads": 1},
+    "untied": {"tied": False},
+    "qwen3": {"type": "qwen3"},
+    "gpt2": {"type": "gpt2"},
+}
+
+
+def text(**model: Any) -> Text:
+    task = made("text", model=model)
+    assert isinstance(task, Text)
+    return task
+
+
+def batch_from(tokens: list[list[int]], task: Text) -> dict[str, Tensor]:
+    return task.collate("train", [task.transform("train", {"tokens": torch.tensor(one)}) for one in tokens])
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_loss_and_its_gradients_are_those_of_transformers(kind: str) -> None:
+    task = text(**TYPES[kind])
+    model, batch = task.model(), batch_from(torch.randint(1, 500, (3, 32)).tolist(), task)
+    ours = task.loss(model, batch)
+    assert isinstance(ours, Counted)
+    assert int(ours.count) == 3 * 31
+    mine = gradients(model, ours.sum / ours.count)
+    # Whole rows: transformers shifts the labels by itself, once.
+    rows = torch.cat([batch["tokens"], batch["targets"][:, -1:]], 1)
+    theirs = model.language(input_ids=rows, labels=rows).loss
+    assert (ours.sum / ours.count).item() == pytest.approx(theirs.item(), rel=1e-6)
+    for name, gradient in gradients(model, theirs).items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_chunks_change_neither_loss_nor_gradients() -> None:
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(16, 50, bias=False), torch.randn(3, 7, 16, requires_grad=True)
+    targets = torch.randint(0, 50, (3, 7))
+    targets[1] = IGNORED
+    found = []
+    for most in (10**9, 50 * 4, 50, 1):
+        loss = summed_loss(hidden, targets, head, 50, most)
+        found.append((loss.detach(), *torch.autograd.grad(loss, [hidden, head.weight])))
+    for other in found[1:]:
+        for mine, whole in zip(other, found[0], strict=True):
+            torch.testing.assert_close(mine, whole)
+
+
+def test_logits_do_not_decide_the_peak() -> None:
+    """Of 64 chunks, the logits of one are kept at a time: the saved tensors have none of them."""
+    head, hidden = nn.Linear(8, 1024, bias=False), torch.randn(1, 256, 8, requires_grad=True)
+    saved: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    for most, bound in ((1024 * 256, 1024 * 256), (1024 * 4, 1024 * 8)):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            summed_loss(hidden, torch.zeros(1, 256, dtype=torch.int64), head, 1024, most)
+        assert (max(saved) >= bound) == (most >= 1024 * 256)
+
+
+def test_the_loss_is_in_fp32_under_autocast() -> None:
+    task = text()
+    model, batch = task.model(), batch_of(task, "train")
+    with precision_named("bf16").autocast(torch.device("cpu")):
+        loss = task.loss(model, batch)
+    assert loss.sum.dtype is torch.float32
+
+
+def test_positions_and_targets_of_documents_in_one_window() -> None:
+    task = text()
+    task.source("train")
+    sample = task.transform("train", {"tokens": torch.tensor([5, 6, 0, 7, 0, 0, 8, 9])})
+    assert sample["tokens"].tolist() == [5, 6, 0, 7, 0, 0, 8]
+    assert sample["targets"].tolist() == [6, 0, IGNORED, 0, IGNORED, IGNORED, 9]
+    assert sample["positions"].tolist() == [0, 1, 2, 0, 1, 0, 0]
+    mask = attention_mask(torch.tensor([[0, 1, 0, 1]]))[0, 0]
+    assert mask.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_document_is_computed_as_if_it_were_alone(kind: str) -> None:
+    task = text(**TYPES[kind])
+    model = task.model().eval()
+    first, second = torch.randint(1, 500, (14,)).tolist(), torch.randint(1, 500, (17,)).tolist()
+    together = batch_from([[*first, 0, *second, 0]], task)
+    loss = task.loss(model, together)
+    alone = [model.language(input_ids=r, labels=r).loss * (r.shape[1] - 1)
+             for r in (torch.tensor([[*first, 0]]), torch.tensor([[*second, 0]]))]  # fmt: skip
+    assert int(loss.count) == len(first) + len(second)
+    assert loss.sum.item() == pytest.approx(sum(alone).item(), rel=1e-5)
+    # Nothing that the first document says reaches the second, not even in backward.
+    embedded = model.inner.get_input_embeddings()
+    seen: list[Tensor] = []
+    handle = embedded.register_forward_hook(lambda _m, _i, out: seen.append(out.requires_grad_(True)))
+    hidden = model.hidden(together["tokens"], together["positions"])
+    handle.remove()
+    [reached] = torch.autograd.grad(hidden[0, 15:].sum(), seen)
+    assert reached[0, :15].abs().max() == 0
+    assert reached[0, 15:].abs().max() > 0
+
+
+class Leaky(LanguageModel):
+    """A model whose attention takes no mask, as one that reads position ids alone would."""
+
+    def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        found: Tensor = self.inner.base_model(input_ids=tokens, position_ids=None, use_cache=False)[0]
+        return found
+
+
+def test_a_planted_leak_between_documents_is_refused_before_the_first_step() -> None:
+    task = text()
+    model = task.model()
+    assert check_model(model, 512, 0) == []
+    with pytest.raises(WrongUse) as refused:
+        check_model(Leaky(model.language), 512, 0)
+    assert refused.value.id == "documents-attend"
+
+
+def test_a_model_that_changes_its_logits_after_the_head_takes_them_whole() -> None:
+    task = text()
+    model = task.model()
+    forward = model.language.forward
+
+    def capped(*args: Any, **kwargs: Any) -> Any:
+        found = forward(*args, **kwargs)
+        found.logits = 0.1 * torch.tanh(found.logits)
+        return found
+
+    model.language.forward = capped
+    [note] = task.ready(model, precision_named("fp32"))
+    assert "logits" in note
+    batch = batch_of(task, "train")
+    loss = task.loss(model, batch)
+    assert (loss.sum / loss.count).item() == pytest.approx(math.log(512), rel=0.05)
+    whole = task.model()
+    task.ready(whole, precision_named("fp32"))
+    assert whole.plain_head
+
+
+def test_recomputed_activations_give_the_same_gradients() -> None:
+    task = text(layers=3)
+    model, batch = task.model(), batch_of(task, "train")
+    before = gradients(model, task.loss(model, batch).sum)
+    assert checkpoint_activations(model) == 3
+    for name, gradient in gradients(model, task.loss(model, batch).sum).items():
+        assert torch.equal(gradient, before[name]), name
+
+
+def test_perplexity_is_of_the_mean_loss_and_not_a_mean_over_batches() -> None:
+    metric = TextMetric()
+    for loss, tokens in ((10.0, 2), (6.0, 6)):
+        metric.update(torch.tensor(loss), torch.tensor(tokens), 0.25)
+    found = metric.compute()
+    assert float(found["perplexity"]) == pytest.approx(math.exp(2.0))
+    assert float(found["bits_per_byte"]) == pytest.approx(16.0 / math.log(2) / (8 / 0.25))
+
+
+def test_text_is_greedy_or_sampled_by_the_seed() -> None:
+    task = text(temperature=0)
+    model, prompt = task.model().eval(), task.prompt("import ")
+
+    def written(seed: int) -> str:
+        torch.manual_seed(seed)
+        return str(task.predict(model, prompt).values["text"])
+
+    assert written(0) == written(1)
+    logits = model.logits(prompt[None], torch.arange(len(prompt))[None])[0, -1]
+    assert written(0).startswith(task._tokenizer.decode([int(logits.argmax())]))
+    task.recipe.model.__dict__["temperature"] = 1.0
+    assert written(0) == written(0)
+    assert len({written(seed) for seed in range(4)}) > 1
+    assert task.prompt("").tolist() == [0]
+
+
+def test_a_prompt_longer_than_the_window_is_cut_from_its_beginning() -> None:
+    task = text(new_tokens=4)
+    found = task.predict(task.model().eval(), task.prompt("import os\n" * 200))
+    assert found.values["tokens"] <= 4
+
+
+# -- a base -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    task = text(width=48)
+    task.write_folder(task.model(), tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_a_base_is_loaded_with_its_weights(base: Path) -> None:
+    task = text(base=str(base))
+    model = task.model()
+    same = AutoModelForCausalLM.from_pretrained(base)
+    assert compared_logits(model, LanguageModel(same), 512).startswith("checked")
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    again = text(base=str(base))
+    again.remember(task.facts())
+    (base / "model.safetensors").unlink()
+    # A finished run has its own weights: it needs no base.
+    assert sum(p.numel() for p in again.model().parameters()) == sum(p.numel() for p in model.parameters())
+    with pytest.raises(BadData):
+        task.model()
+
+
+def test_tokens_of_another_tokenizer_or_a_longer_window_are_refused(base: Path) -> None:
+    with pytest.raises(BadData, match="--tokenizer"):
+        made("text", model={"base": str(base)}, data={"vocabulary": 400}).model()
+    with pytest.raises(BadData, match=r"data\.length=32"):
+        made("text", model={"base": str(base)}, data={"length": 64}).model()
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ({"base": "HuggingFaceTB/SmolLM2-135M"}, "--download"),
+        ({"base": "model.gguf"}, "halfstep data base model.gguf"),
+        ({"weights": "pretrained"}, "model.base"),
+        ({"width": 33}, "model.width="),
+        ({"heads": 4, "kv_heads": 3}, "model.kv_heads"),
+    ],
+)
+def test_settings_that_cannot_work_name_what_to_type(model: dict[str, Any], line: str) -> None:
+    with pytest.raises(BadRecipe) as refused:
+        text(**model)
+    assert line in refused.value.do
+
+
+# -- a whole run ------------------------------------------------------------------------------------------------------
+
+
+SHORT = ["train.steps=12", "data.samples=6", "data.vocabulary=400", "data.length=32", "model.width=32", "num_workers=0"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text") / "run"
+    halfstep.fit("text_tiny", settings=[*SHORT, "--fp32", f"run.dir={folder}"], quiet=True)
+    return folder
+
+
+def command(*words: object) -> str:
+    done = CliRunner().invoke(build(), [str(word) for word in words], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_run_evaluates_predicts_and_exports(run: Path, tmp_path: Path) -> None:
+    result = halfstep.load(run)
+    assert result.predict("import ").values["text"]
+    assert {"loss", "perplexity", "bits_per_byte"} <= set(evaluate(run).metrics)
+    out = tmp_path / "written"
+    said = command("predict", run, "--prompt", "import os", "--out", out, "--temperature", "0", "--new_tokens", "5")
+    assert "greedy" in said
+    assert (out / "texts" / "prompt-1.txt").read_text().startswith("import os")
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "a.txt").write_text("class ")
+    command("predict", run, tmp_path / "prompts", "--out", tmp_path / "more", "--seed", "3")
+    assert (tmp_path / "more" / "texts" / "a.txt.txt").read_text().startswith("class ")
+    said = command("export", run, "--out", tmp_path / "folder")
+    assert "logits at most" in said
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "folder")
+    rows = tokenizer("def read(self):\n    return self", return_tensors="pt").input_ids
+    assert rows[0].tolist() == result.task.prompt("def read(self):\n    return self").tolist()
+    with torch.no_grad():
+        ours = result.model.logits(rows, torch.arange(rows.shape[1])[None])
+        torch.testing.assert_close(model(rows).logits, ours, rtol=1e-4, atol=1e-4)
+
+
+def test_samples_without_a_prompt_differ_and_repeat_with_the_seed(run: Path, tmp_path: Path) -> None:
+    texts = []
+    for name in "ab":
+        command("predict", run, "--samples", "2", "--out", tmp_path / name, "--new_tokens", "12", "--seed", "5")
+        texts.append([(tmp_path / name / "texts" / f"sample-{n}.txt").read_text() for n in (1, 2)])
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
+
+
+def test_throughput_is_reported_in_tokens(run: Path) -> None:
+    from halfstep.journal.jsonl import read_events
+
+    [epoch] = [event for event in read_events(run / "journal.jsonl") if event["event"] == "epoch"]
+    assert epoch["tokens_per_second"] == pytest.approx(32 * epoch["samples_per_second"])
+
+
+def test_an_interrupted_run_goes_on_exactly(run: Path, tmp_path: Path) -> None:
+    settings = [*SHORT, "--fp32", f"run.dir={tmp_path / 'run'}", "checkpoint.every_steps=4"]
+    from halfstep.errors import Stopped
+    from halfstep.step.stepper import Stepper
+
+    step, taken = Stepper.step, []
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        taken.append(1)
+        if len(taken) == 7:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stepper, "step", interrupted)
+        with pytest.raises((KeyboardInterrupt, Stopped)):
+            halfstep.fit("text_tiny", settings=settings, quiet=True)
+    halfstep.fit("text_tiny", settings=settings, quiet=True)
+    first, second = ((folder / "last.safetensors").read_bytes() for folder in (run, tmp_path / "run"))
+    assert first == second
