@@ -16,7 +16,6 @@ from faults.bad_images import BOMBS, DAMAGED
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.data import choose_order, order
 from halfstep.data.dataset import BadSample
-from halfstep.data.order import RANDPERM, SavedOrder
 from halfstep.data.shards import Shards
 from halfstep.journal.jsonl import read_events
 from halfstep.train.environment import AutoChoices
@@ -104,11 +103,19 @@ def test_a_run_keeps_the_order_that_it_began_with(
     assert "data.window: null -> 12" in refused["said"]
 
 
-def test_choices_from_before_have_randperm() -> None:
-    saved = AutoChoices("fp32", ("asked for",), 0, order=SavedOrder("windows", 16, 4)).as_dict()
-    assert AutoChoices.from_dict(saved).order == SavedOrder("windows", 16, 4)
-    del saved["order"]
-    assert AutoChoices.from_dict(saved).order == RANDPERM
+def test_a_checkpoint_from_before_goes_on_with_randperm(
+    tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, run, as_dict = {"data.path": str(shards)}, tmp_path / "run", AutoChoices.as_dict
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoChoices, "as_dict", lambda self: {k: v for k, v in as_dict(self).items() if k != "order"})
+        patch.setattr(choose_order, "FEW", 10**9)
+        began = launched(0, str(run), asked)
+    assert (began["code"], began["order"]) == (0, "randperm")
+    cut(run, 20)
+    monkeypatch.setattr(choose_order, "FEW", 100)
+    later = launched(0, str(run), asked)
+    assert (later["code"], later["order"], later["ids"]) == (0, "randperm", began["ids"][20:])
 
 
 def test_a_window_needs_an_index(tmp_path: Path) -> None:

@@ -290,6 +290,8 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> R
     Raises StateMismatch where something differs that was not accepted, and BadData for an invalid state.
     """
     now = State.of(live)
+    # Those of earlier versions lack the order of the samples.
+    saved = replace(saved, auto_choices=AutoChoices.from_dict(saved.auto_choices).as_dict())
     changed = changes(saved.recipe, live.recipe)
     same_keys("the position", ["progress", "bad_samples", "data_fingerprint", "journal_sizes"], saved.position)
     data = different(Fingerprint.from_dict(saved.position["data_fingerprint"]), live.data_fingerprint)
