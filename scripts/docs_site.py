@@ -24,7 +24,7 @@ GRAPH = re.compile(r"^```mermaid\ngraph TD\n(?P<edges>.*?)^```$", re.MULTILINE |
 NAMED = r'(?![^>]*\srel="(?:canonical|prev|next)")'
 """Links to pages of the site itself, which a browser does not fetch; a server gives them its address."""
 FETCHED = re.compile(rf'<(?:script|img|iframe)[^>]*\ssrc="(https?:[^"]*)|<link{NAMED}[^>]*\shref="(https?:[^"]*)')
-CODE = re.compile(r"<code>([^<\n]*)</code>")
+CODE = re.compile(r"(?<!<pre>)(?<!<span></span>)<code>([^<]*)</code>")
 CODE_WORD = re.compile(r"(?<!\S)(?=\S{1,32}(?!\S))\S+")
 UNBROKEN = r'<span class="word">\g<0></span>'
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
