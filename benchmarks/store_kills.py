@@ -177,7 +177,7 @@ def main() -> None:
         longest = time.monotonic() - began
         with moto() as port, setting(port):
             for what in ("trainer", "uploader", "both"):
-                story = Story(prepared(root / what), f"s3://{BUCKET}/{what}", what, draw)
+                story = Story(prepared(root / what), f"s3://{BUCKET}/{root.name}/{what}", what, draw)
                 began = time.monotonic()
                 for _ in range(getattr(given, what)):
                     kill(story, longest)

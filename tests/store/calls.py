@@ -9,7 +9,6 @@ from typing import Any
 
 from halfstep.store.address import parse_address
 from halfstep.store.objects import Store
-from halfstep.train import remote_generations
 from halfstep.train.remote_generations import Damaged, committed, read_commit, read_owner
 
 SIZE = 200_000
@@ -117,8 +116,7 @@ def audit(request: Mapping[str, Any]) -> dict[str, list[str]]:
         try:
             commit = read_commit(store, one)
             seals = [(f"{one.key}/{name}", *seal) for name, seal in commit.files.items()]
-            place = f"{remote_generations.KEPT}/{one.launch_number:04x}-{one.launch}"
-            seals += [(f"{place}/{digest}", size, digest) for size, digest in commit.blocks]
+            seals += [(f"{one.kept}/{digest}", size, digest) for size, digest in commit.blocks]
             is_whole = all(_digest(store, key, size) == digest for key, size, digest in seals)
         except Damaged:
             is_whole = False

@@ -43,7 +43,7 @@ TRIES = 5
 _DIRECTORY = re.compile(r"(step-([0-9]{8,15})\.([0-9a-f]{4,12}))-([0-9a-f]{4,8})-([0-9a-f]{16})")
 _FILE = re.compile(r"rank-[0-9]{5}\.(?:safetensors|json)|MANIFEST\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_BLOCK = re.compile(rf"{KEPT}/([0-9a-f]{{4,8}})-([0-9a-f]{{16}})/([0-9a-f]{{64}})")
+_BLOCK = re.compile(rf"{KEPT}/([0-9a-f]{{4,8}})-([0-9a-f]{{16}})/[0-9a-f]{{64}}")
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,11 @@ class Directory(NamedTuple):
     @property
     def key(self) -> str:
         return f"{CHECKPOINTS}/{self.name}-{self.launch_number:04x}-{self.launch}"
+
+    @property
+    def kept(self) -> str:
+        """The start of the keys of its blocks."""
+        return f"{KEPT}/{self.launch_number:04x}-{self.launch}"
 
 
 class Seal(NamedTuple):
@@ -363,10 +368,14 @@ def retain(store: Store, lease: Lease, newest: Directory, keep: int, skipped: Se
         if key.rpartition("/")[0] in removable and not key.endswith(f"/{COMMIT}"):
             store.delete(key)
     with contextlib.suppress(Damaged):  # then nobody knows which blocks it needs
-        used = {seal.sha256 for directory in found[:keep] for seal in read_commit(store, directory).blocks}
+        used = {
+            f"{directory.kept}/{seal.sha256}"
+            for directory in found[:keep]
+            for seal in read_commit(store, directory).blocks
+        }
         for kept_object in store.list(f"{KEPT}/"):
             block = _BLOCK.fullmatch(kept_object.key)
-            if block and block[3] not in used and lease.covers(int(block[1], 16), block[2]):
+            if block and kept_object.key not in used and lease.covers(int(block[1], 16), block[2]):
                 store.delete(kept_object.key)
 
 
@@ -465,9 +474,8 @@ def _download(store: Store, one: Directory, commit: Commit, draft: Path) -> None
     target.mkdir(parents=True)
     for name, seal in commit.files.items():
         _fetch(store, target / name, [(f"{one.key}/{name}", seal)])
-    place = f"{KEPT}/{one.launch_number:04x}-{one.launch}"
     for name, blocks in commit.beside.items():
-        _fetch(store, draft / name, [(f"{place}/{seal.sha256}", seal) for seal in blocks])
+        _fetch(store, draft / name, [(f"{one.kept}/{seal.sha256}", seal) for seal in blocks])
     flush(target)
     flush(draft)
 
