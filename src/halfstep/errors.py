@@ -396,6 +396,7 @@ _EXTRAS = {
     "diffusion": {"diffusers"},
     "video": {"av"},
     "onnx": {"onnx", "onnxruntime", "onnxscript"},
+    "narrow": {"torchao"},
 }
 _USUAL = ("train", "vision")
 """Extras that every run needs; others are added to the message where one of their packages is missing."""
