@@ -408,6 +408,7 @@ _EXTRAS = {
     "parquet": {"pyarrow"},
     "store": {"obstore"},
     "text": {"bitsandbytes", "gguf", "peft", "tokenizers", "transformers"},
+    "narrow": {"torchao"},
 }
 _USUAL = ("train", "vision")
 """Extras that every run needs; others are added to the message where one of their packages is missing."""

@@ -110,6 +110,64 @@ def test_nothing_moves(precision: str, optimizer: str, kind: str, microbatches: 
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+# -- weights and states in fewer bits -----------------------------------------------------------------------------
+
+NARROW_PRECISIONS = ["bf16"]
+WEIGHTS = ["fp32", "bf16-split", "bf16-stochastic"]
+STATES = ["fp32", "int8", "fp8"]
+
+
+def narrow_stepper(precision: str, weights: str, states: str) -> tuple[Stepper, Fault]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 32))
+    fault = Fault("nan_in_one_gradient_element", model)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+    if states != "fp32":
+        pytest.importorskip("torchao")
+        from halfstep.train.small_optimizers import small_adam, small_groups
+
+        optimizer = small_adam("adamw", states, small_groups(model, list(model.parameters())), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    stepper = Stepper(
+        model,
+        optimizer,
+        precision=precision_named(precision),
+        weight_format=weights,
+        clip_norm=1.0,
+        schedule=schedule,
+        ema=Ema(model, 0.9),
+    )
+    return stepper, fault
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("precision", NARROW_PRECISIONS)
+def test_nothing_moves_in_narrow_formats(precision: str, weights: str, states: str, microbatches: int) -> None:
+    stepper, fault = narrow_stepper(precision, weights, states)
+    for clean_steps in (0, 3):
+        for _ in range(clean_steps):
+            assert stepper.step(fault.loss, Window(fault.batch() for _ in range(microbatches))).applied
+        before = digest_of_run(stepper)
+        batches = Window(fault.batch() for _ in range(microbatches))
+
+        def loss(model: nn.Module, batch: tuple[Tensor, Tensor], last: Any = batches[-1]) -> Tensor:
+            fault.armed = batch is last
+            return fault.loss(model, batch)
+
+        report = stepper.step(loss, batches)
+        fault.armed = False
+        assert report.reason == "gradient_not_finite"
+        assert digest_of_run(stepper) == before
+        assert all(p.grad is None for p in stepper.model.parameters())
+    assert stepper.step(fault.loss, Window(fault.batch() for _ in range(microbatches))).applied
+    assert digest_of_run(stepper) != before
+    kinds = {type(value).__name__ for kept in stepper.optimizers["loss"].state.values() for value in kept.values()}
+    assert kinds == {"Tensor"} | {"int8": {"OptimState8bit"}, "fp8": {"OptimStateFp8"}}.get(states, set())
+    assert (stepper.weights is not None) == (weights != "fp32")
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_only_buffers_that_changed_are_written_back(precision: str) -> None:
     model = buffered_model()

@@ -43,6 +43,7 @@ def digest_of_run(stepper: Stepper) -> str:
         dict(stepper.model.named_buffers()),
         {name: (own["optimizer"], _plain(own["schedule"])) for name, own in state["optimizers"].items()},
         state["ema"],
+        state.get("weights"),
         stepper.counts.applied,
     )
 

@@ -16,6 +16,7 @@ from halfstep.adapters.hosted_step import order_gradients_by, put_buffers_before
 from halfstep.errors import WrongUse, same_keys
 from halfstep.finding import Finding
 from halfstep.precision.names import read_precision
+from halfstep.step.checks import refuse_weight_format
 from halfstep.step.loss import DynamicScale, LossScale
 from halfstep.step.optimizer_slot import checked_schedule
 from halfstep.step.report import StepReport
@@ -63,6 +64,7 @@ def from_accelerate(
         WrongUse: The engine has its own optimizer, such as DeepSpeed, or the model or the optimizer is not prepared;
             and as in `Stepper`.
     """
+    refuse_weight_format("from_accelerate", options)
     refuse_other_engines(accelerator)
     _check_prepared(accelerator, model, optimizer)
     _retire(accelerator, model)

@@ -16,7 +16,7 @@ from halfstep.guard.guardian import Guardian
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import GuardEvent, Level, warn
 from halfstep.observe.recorder import as_written
-from halfstep.step.checks import refuse_strict
+from halfstep.step.checks import refuse_strict, refuse_weight_format
 from halfstep.step.ema import Ema
 from halfstep.step.loss import LossScale
 from halfstep.step.report import StepReport
@@ -48,6 +48,7 @@ class Options(TypedDict, total=False):
 def check_options(options: Options) -> None:
     """Raise UnknownName for an option that no adapter has: a misspelt one would do nothing."""
     refuse_strict("an adapter", options.get("strict"))
+    refuse_weight_format("an adapter", options)
     for name in options:
         if name not in Options.__annotations__:
             raise unknown_name("option", name, Options.__annotations__)

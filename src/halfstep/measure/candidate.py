@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.data.to_device import placed
+from halfstep.formats import BF16, FP32
 from halfstep.measure.batches import bytes_of, resized, size_of, tensors
 from halfstep.measure.batches import placed as placed_batch
-from halfstep.measure.case import SEED, Case
+from halfstep.measure.case import SEED, Case, resolve_precision
 from halfstep.measure.conditions import conditions
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Stopwatch
@@ -52,7 +53,17 @@ class Candidate:
         batch = placed_batch(case.batch, self.device, setting.channels_last)
         self.batch = resized(batch, setting.batch or size_of(batch))
         self.loss_fn = case.loss_fn
-        self.stepper = Stepper(self.model, case.optimizer(self.model), precision=setting.precision, observe=observe)
+        stored = setting.weight_format
+        if stored != FP32.name and resolve_precision(setting.precision, self.device).narrow is not BF16.dtype:
+            stored = FP32.name
+        self.stepper = Stepper(
+            self.model,
+            case.optimizer(self.model),
+            precision=setting.precision,
+            weight_format=stored,
+            gradient_sums=setting.gradient_sums,
+            observe=observe,
+        )
         self._stopwatch = Stopwatch(self.device)
         # Freshly seeded, not the caller's states: all candidates draw the same random numbers from the start.
         kinds = dict.fromkeys((torch.device("cpu"), self.device))

@@ -96,6 +96,8 @@ def _setting(recipe: AnyRecipe) -> StepSetting:
         batch=train.batch_size,
         microbatches=train.microbatches,
         recompute=train.checkpoint_activations,
+        weight_format=train.weight_format,
+        gradient_sums=train.gradient_sums,
     )
 
 

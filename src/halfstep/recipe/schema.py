@@ -137,6 +137,8 @@ class OptimizerOptions(Section):
     """Momentum of sgd, muon and rmsprop, and the first beta of adamw, adam, nadam, radam and adamax."""
     fused: bool = True
     """Update all weights in one kernel where the device has one."""
+    state: Literal["fp32", "int8", "fp8"] = "fp32"
+    """adamw and adam: the format of the two moments of matrices. Embeddings, vectors and small tensors keep fp32."""
 
 
 class Extension(Section):
@@ -217,6 +219,11 @@ class TrainOptions(Section):
     """Each element of a gradient is kept within this of zero."""
     ema: Annotated[Fraction | None, Also("ema_decay", "model_ema_decay")] = None
     """Decay of an average of the weights, which is then evaluated and saved too."""
+    weight_format: Literal["fp32", "bf16-split", "bf16-stochastic"] = "fp32"
+    """How trained weights are stored: bf16-split is bf16 and the other 16 bits, together the bits of fp32;
+    bf16-stochastic is bf16 alone, rounded at random. Both compute in bf16."""
+    gradient_sums: Literal["fp32", "bf16"] = "fp32"
+    """bf16 weights: the format in which their gradients are added up over micro-batches and ranks."""
     channels_last: bool = True
     """Lay images out with channels last, as fast convolutions in 16 bits want them."""
     compile: Annotated[bool, Also("compile_model", "use_optimizations", "torch_compile", "torchcompile")] = False

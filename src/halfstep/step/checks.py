@@ -19,20 +19,23 @@ from halfstep.precision.precision import Precision
 from halfstep.step.optimizer_slot import owned_by
 
 
-def check(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], ranks: int) -> list[Finding]:
+def check(
+    model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], ranks: int, *, narrow: bool = False
+) -> list[Finding]:
     """Refuse what would train nothing, or train it wrongly in silence; return findings about what probably will.
 
-    Raises WrongUse.
+    With `narrow`, trained weights may be stored in bf16. Raises WrongUse.
     """
     _check_wrapper(model)
     check_initialized(model)
     names = {id(p): name for name, p in model.named_parameters()}
     for name, optimizer in optimizers.items():
         _check_closure(name, optimizer)
+        _check_offload(name, optimizer)
         owned = owned_by(optimizer)
         _check_belongs(name, owned, names)
         _check_there(owned, names, ranks)
-        _check_wide([p for p in owned if p.requires_grad], names)
+        _check_wide([p for p in owned if p.requires_grad and not (narrow and p.dtype is torch.bfloat16)], names)
         _check_hooks(name, owned, names)
     _check_distinct(optimizers, names)
     return _stale(model, optimizers)
@@ -201,6 +204,23 @@ def _check_closure(name: str, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+_OFFLOADING = (("torchao", "CPUOffloadOptimizer"), ("bitsandbytes", "Paged"))
+"""Packages, and how the names of their optimizers start that move state or gradients on their own."""
+
+
+def _check_offload(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that take gradients during backward, or keep state where no checkpoint sees it."""
+    for kind in type(optimizer).__mro__:
+        if any(kind.__module__.startswith(package) and kind.__name__.startswith(own) for package, own in _OFFLOADING):
+            raise WrongUse(
+                f"optimizer {name!r} is {kind.__name__}, which moves gradients or state to the host by itself: they "
+                "are not unscaled, not clipped and not restored",
+                allowed="optimizers that step once from the gradients of the parameters",
+                do="torchao.optim.AdamW8bit, or optimizer: {name: adamw, state: int8} in a recipe, takes a quarter of "
+                "the memory",
+            )
+
+
 def _check_hooks(name: str, owned: list[torch.Tensor], names: Mapping[int, str]) -> None:
     """Refuse an optimizer in backward: it updates before it is known whether the gradients are finite."""
     for p in owned:
@@ -251,8 +271,9 @@ def _check_wide(trained: list[torch.Tensor], names: Mapping[int, str]) -> None:
     if narrow:
         raise WrongUse(
             f"trainable weights stored in 16 bits: {_some(narrow)}",
-            allowed="16-bit storage for frozen weights only; small updates to trained ones would round away",
-            do="model.float() before building the optimizer, or load with dtype=torch.float32",
+            allowed="16-bit storage for frozen weights; small updates to trained ones would round away, unless the "
+            "other 16 bits are kept (weight_format='bf16-split') or rounding is random ('bf16-stochastic')",
+            do="model.float() before building the optimizer, or Stepper(..., weight_format='bf16-split')",
         )
 
 
@@ -287,4 +308,15 @@ def refuse_strict(where: str, strict: object) -> None:
             f"{where} with strict={strict!r}",
             allowed="a precision by name, which runs as requested or is refused; auto, which chooses",
             do="leave strict out; for a fallback: precision=halfstep.choose_precision('bf16', fallback=True)",
+        )
+
+
+def refuse_weight_format(where: str, options: Mapping[str, object]) -> None:
+    """Raise WrongUse for weights stored in bf16 in a loop whose library saves and loads the weights itself."""
+    if options.get("weight_format") not in (None, "fp32"):
+        raise WrongUse(
+            f"{where} with weight_format={options['weight_format']!r}: the library's checkpoints would not have the "
+            "low bits of the weights, and would round the optimizer's state",
+            allowed="weights in fp32 here; bf16-split and bf16-stochastic in halfstep.Stepper and in recipes",
+            do="leave weight_format out, or train with halfstep.Stepper(..., weight_format=...)",
         )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from halfstep.observe.recorder import as_written
 from halfstep.precision.precision import widen
 from halfstep.step.buffers import Buffers, differ, version_of
 from halfstep.step.memory import SMALL
+
+if TYPE_CHECKING:
+    from halfstep.step.weight_format import NarrowWeights
 
 
 class StepCounts:
@@ -78,6 +81,8 @@ class Ema:
         if not 0.0 < decay < 1.0:
             raise WrongUse(f"an average with decay={decay}", allowed="a number between 0 and 1", do="Ema(model, 0.999)")
         self.decay, self._model = decay, model
+        self.weights: NarrowWeights | None = None
+        """Where the weights are stored in bf16: their values in fp32."""
         self._parameters: list[Tensor] = []
         self._averages: list[Tensor] = []
         self.follow()
@@ -98,12 +103,15 @@ class Ema:
                 do="run a batch through the model, then build the optimizer and Ema(model)",
             )
         self._names, self._parameters = list(named), list(named.values())
-        self._averages = [known.get(id(p), widen(p.detach()).clone()) for p in self._parameters]
+        self._averages = [known.get(id(p), self._wide(p).clone()) for p in self._parameters]
         self._buffers = Buffers(self._model)
         self._copies = _clones(self._named_buffers())
         self._sources: list[Tensor] = []
         self._small: list[tuple[Tensor, Tensor]] = []
         self._large: list[tuple[Tensor, Tensor, int]] = []
+
+    def _wide(self, p: Tensor) -> Tensor:
+        return widen(p.detach()) if self.weights is None else self.weights.wide(p)
 
     @torch.no_grad()
     def update(self, parameters: Sequence[Tensor] | None = None) -> None:
@@ -116,7 +124,11 @@ class Ema:
         if not averages:
             return
         # In place: no temporary of the size of the model.
-        torch._foreach_lerp_(averages, current, 1.0 - self.decay)
+        if self.weights is None:
+            torch._foreach_lerp_(averages, current, 1.0 - self.decay)
+        else:  # one at a time: each is in fp32 only here
+            for average, p in zip(averages, current, strict=True):
+                average.lerp_(self._wide(p), 1.0 - self.decay)
         self._copy_buffers()
 
     def _copy_buffers(self) -> None:

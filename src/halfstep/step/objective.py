@@ -15,7 +15,7 @@ from halfstep.errors import RanksDisagree, WrongUse
 from halfstep.formats import FP32, FP64, Format
 from halfstep.step.ema import StepCounts
 from halfstep.step.loss import LossSlot
-from halfstep.step.optimizer_slot import OptimizerSlot, clip_factor, on
+from halfstep.step.optimizer_slot import OptimizerSlot, clip_factor, on, wide_norm
 from halfstep.step.ranks import Ranks
 from halfstep.step.report import (
     GRADIENT_NOT_FINITE,
@@ -78,7 +78,8 @@ class Objective:
         everything = [gradient for slot in self.slots for gradient in slot.gradients.local]
         # torch's own norm over all of them, to the bit; the root of the summed squares would round differently.
         own = [s.gradients.norm() if s.gradients.local else torch.zeros_like(found[0]) for s in self.slots]
-        return [*found, get_total_norm(everything), *own]
+        total = wide_norm if any(slot.gradients.may_be_narrow for slot in self.slots) else get_total_norm
+        return [*found, total(everything), *own]
 
     def numbers_on_ranks(self) -> list[Tensor]:
         """Return a total and a count in any case, so that a rank without a batch knows every position."""
@@ -169,9 +170,9 @@ class Objective:
             # Unscaling and clipping in one factor: one pass over the gradients, and one rounding.
             slot.multiplier = self.loss.factor * together * own
             if slot.gradients.local:
-                slot.gradients.multiply_(slot.multiplier)
+                slot.gradients.multiply_wide_(slot.multiplier)
                 if slot.clip_value is not None:
-                    slot.gradients.clamp_(slot.clip_value)
+                    slot.gradients.clamp_wide_(slot.clip_value)
 
     def adjust(self) -> None:
         """Adjust the scale from the gradients: a non-finite loss says nothing about it."""

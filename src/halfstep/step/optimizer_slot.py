@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,10 @@ from torch.nn.utils import get_total_norm
 
 from halfstep import distributed
 from halfstep.errors import StateMismatch, WrongUse, same_keys, same_presence
-from halfstep.formats import FP32, FP64, Format, as_fp32
+from halfstep.formats import FP32, FP64, Format, as_fp32, is_narrow
+
+if TYPE_CHECKING:
+    from halfstep.step.weight_format import NarrowWeights
 
 # -- param tracker ----------------------------------------------------------------------------------------------------
 # Track which modules and parameters take part in a step, and notice changes before the next one.
@@ -77,12 +81,16 @@ def on(device: torch.device, number: Tensor) -> Tensor:
 class Gradients:
     """The gradients of some parameters, treated as one vector over all ranks."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, may_be_narrow: bool = False) -> None:
         self.parameters = list(parameters)
+        self.may_be_narrow = may_be_narrow
+        """Whether some may be in bf16; these are multiplied and clamped where they are widened, in the update."""
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.sharded = distributed.is_sharded(self.parameters)
         # get_total_norm groups by device and dtype first; with one of each that only costs time.
         self._norm: Callable[[list[Tensor]], Tensor] = _norm if _same_kind(self.parameters) else get_total_norm
+        if may_be_narrow:
+            self._norm = wide_norm
         self._some_fp64 = any(p.dtype in _FP64 for p in self.parameters)
         self.local: list[Tensor] = []
         """The gradients that backward left on this rank; parameters that it did not reach have none."""
@@ -118,7 +126,7 @@ class Gradients:
             return self.norm().double().square() / distributed.size()
         shares = [
             # Squared in float64: a norm near the end of fp32's range must not overflow on its way into the agreement.
-            _norm([local]).double().square() / distributed.holders(whole)
+            (wide_norm if self.may_be_narrow else _norm)([local]).double().square() / distributed.holders(whole)
             for local, whole in zip(self._summed, (p.grad for p in self.parameters if p.grad is not None), strict=True)
         ]
         return torch.stack([on(shares[0].device, share) for share in shares]).sum()
@@ -134,15 +142,24 @@ class Gradients:
         if factor != 1.0:
             torch._foreach_mul_(self.local, factor)
 
-    def clamp_(self, limit: float) -> None:
-        """Clamp all elements to [-limit, limit] in place."""
+    def multiply_wide_(self, factor: float) -> None:
+        """Multiply those that are not in bf16, in place."""
+        if factor != 1.0 and (wide := self._wide()):
+            torch._foreach_mul_(wide, factor)
+
+    def clamp_wide_(self, limit: float) -> None:
+        """Clamp the elements of those that are not in bf16 to [-limit, limit], in place."""
         if self._summed is not self.local:  # repeated indices are summed first: each part could pass the limit alone
             for p in self.parameters:
                 if p.grad is not None and p.grad.is_sparse:
                     p.grad = p.grad.coalesce()
             self.local = [_plain(p) for p in self.parameters if p.grad is not None]
-        torch._foreach_clamp_min_(self.local, -limit)
-        torch._foreach_clamp_max_(self.local, limit)
+        if wide := self._wide():
+            torch._foreach_clamp_min_(wide, -limit)
+            torch._foreach_clamp_max_(wide, limit)
+
+    def _wide(self) -> list[Tensor]:
+        return [g for g in self.local if not is_narrow(g.dtype)] if self.may_be_narrow else self.local
 
     def release(self) -> None:
         """Hold no gradient any longer: those that the loop drops must be free before the next backward pass."""
@@ -170,6 +187,13 @@ def clip_factor(norm: float, largest: float, norm_format: Format = FP32) -> floa
 
 def _norm(gradients: list[Tensor]) -> Tensor:
     total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return total
+
+
+def wide_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the 2-norm in fp32 of tensors that may be in bf16, where a norm has three digits."""
+    norms = torch._foreach_norm(gradients, 2.0, torch.float32)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([on(norms[0].device, norm) for norm in norms]))
     return total
 
 
@@ -219,6 +243,7 @@ class OptimizerSlot:
         self.name, self.optimizer, self.schedule = name, optimizer, checked_schedule(schedule, optimizer)
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self._ordered_by: nn.Module | None = None
+        self.weights: NarrowWeights | None = None
         self.gradients = Gradients(owned_by(optimizer))
         self.norm = self.multiplier = math.nan
         """The norm of its gradients, unscaled and before clipping, and the factor that they were multiplied by."""
@@ -237,11 +262,14 @@ class OptimizerSlot:
         if self._ordered_by is not None:
             places = {id(p): place for place, p in enumerate(self._ordered_by.parameters())}
             owned.sort(key=lambda p: places.get(id(p), len(places)))
-        self.gradients = Gradients(owned)
+        self.gradients = Gradients(owned, may_be_narrow=self.weights is not None)
 
     def apply(self) -> None:
         """Step the optimizer, then its schedule."""
-        self.optimizer.step()
+        if self.weights is None:
+            self.optimizer.step()
+        else:
+            self.weights.step(self.optimizer, self.multiplier, self.clip_value)
         if self.schedule is not None:
             # After the optimizer: torch's schedules set the lr of the next step.
             self.schedule.step()
@@ -252,10 +280,20 @@ class OptimizerSlot:
         """Return the states of optimizer and schedule, with their types."""
         return {
             "kind": type(self.optimizer).__name__,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._plain_state(),
             "schedule_kind": None if self.schedule is None else type(self.schedule).__name__,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
         }
+
+    def _plain_state(self) -> dict[str, Any]:
+        state = self.optimizer.state_dict()
+        if "torchao.optim" not in sys.modules:
+            return state
+        from halfstep.step.small_states import kind_of, with_plain_states
+
+        return (
+            with_plain_states(state) if any(kind_of(v) for kept in _states_in(state) for v in kept.values()) else state
+        )
 
     def check_state(self, state: OptimizerSlotState) -> None:
         """Raise StateMismatch for the state of another optimizer, schedule or model; nothing is changed."""
@@ -312,18 +350,39 @@ class OptimizerSlot:
                 same_keys(f"the state of parameter {index} of {self.name!r}", own, theirs)
             for name, value in theirs.items() if isinstance(theirs, Mapping) else ():
                 known = as_torch or _is_moment(name, own, parameter)
-                if known and not _fits(value, parameter):
+                # A state in 8 bits is a dict; one in 4 bits has two codes in a byte.
+                held = value.get("codes") if isinstance(value, Mapping) and "shape" not in value else value
+                if known and not _fits(held, parameter):
                     raise StateMismatch(
-                        f"{name} of parameter {index} was saved with shape {tuple(value.shape)}",
+                        f"{name} of parameter {index} was saved with shape {tuple(getattr(held, 'shape', ()))}",
                         allowed=str(tuple(parameter.shape)),
                         do="build the model as in the saved run",
                     )
 
     def load_state_dict(self, state: OptimizerSlotState) -> None:
         """Load the states of optimizer and schedule."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        saved = state["optimizer"]
+        if any(isinstance(v, Mapping) for kept in _states_in(saved) for v in kept.values()):
+            from halfstep.step.small_states import with_small_states
+
+            saved = with_small_states(saved)
+        self.optimizer.load_state_dict(saved)
+        if self.weights is not None:
+            self._put_wide_states(saved)
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
+
+    def _put_wide_states(self, saved: Mapping[str, Any]) -> None:
+        """Set the states again: torch rounds the moments of a parameter to the format of the parameter."""
+        for index, parameter in enumerate(owned_by(self.optimizer)):
+            for name, value in saved["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and name != "step":
+                    self.optimizer.state[parameter][name] = value.to(parameter.device)
+
+
+def _states_in(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    states = saved.get("state")
+    return [kept for kept in states.values() if isinstance(kept, Mapping)] if isinstance(states, Mapping) else []
 
 
 _SCHEDULES_OWN = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}

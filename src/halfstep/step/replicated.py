@@ -321,10 +321,25 @@ def send_from_rank_zero_(tensors: list[Tensor], ranks: Ranks) -> None:
 @torch.no_grad()
 def _average_(parameters: list[Tensor], ranks: Ranks) -> None:
     """Average gradients over ranks; every rank sends every parameter, reached or not, so that all vectors match."""
-    if not parameters:  # all of an optimizer's are frozen, on every rank
-        return
+    for some in _by_gradient_dtype(parameters):
+        _average_alike_(some, ranks)
+
+
+def _by_gradient_dtype(parameters: list[Tensor]) -> list[list[Tensor]]:
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for p in parameters:
+        alike.setdefault(_gradient_dtype(p), []).append(p)
+    return list(alike.values())
+
+
+def _gradient_dtype(p: Tensor) -> torch.dtype:
+    dtype: torch.dtype | None = getattr(p, "grad_dtype", None)
+    return p.dtype if dtype is None else dtype
+
+
+def _average_alike_(parameters: list[Tensor], ranks: Ranks) -> None:
     mine = [p.grad is not None for p in parameters]
-    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    pieces = [torch.zeros_like(p, dtype=_gradient_dtype(p)) if p.grad is None else p.grad for p in parameters]
     # In the same all_reduce as the gradients: which parameters were reached on any rank.
     reached = torch.tensor(mine, dtype=pieces[0].dtype, device=pieces[0].device)
     flat = torch.cat([*(piece.flatten() for piece in pieces), reached]) / ranks.size

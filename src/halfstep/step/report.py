@@ -54,6 +54,8 @@ class StepReport(NamedTuple):
     """The same by optimizer name; optimizers that share a loss have the same loss here."""
     aux: Any = None
     """The `aux` of `halfstep.Out`; for a Window, a list with one entry per micro-batch."""
+    gradient_format: str = "fp32"
+    """The format of the gradients of the weights; bf16 only where the weights are stored in bf16."""
 
     def __str__(self) -> str:
         what = f"step {self.step} applied" if self.applied else f"skipped: {self.reason}"

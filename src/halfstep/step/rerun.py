@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halfstep import distributed
 from halfstep.finding import Finding
-from halfstep.formats import FP32
+from halfstep.formats import FP32, is_narrow
 from halfstep.observe.nonfinite_origin import (
     Made,
     NonfiniteOrigins,
@@ -229,7 +229,7 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
     origins = NonfiniteOrigins(model, attempt.microbatches, held.tensors)
     bad_before = set(_not_finite(model, held))
     kept = undisturbed(model, attempt, held, device, compiled=config.compiled)
-    with kept as rollback, trial_island(model, *config.islands):
+    with kept as rollback, trial_island(model, *config.islands), _wide_weights(model, config.precision):
         with ExitStack() as active:
             active.enter_context(config.precision.scope(device))
             if not config.compiled:
@@ -248,6 +248,21 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
     if found.origin is None or found.origin.order <= after_backward:
         return found
     return replace(found, origin=replace(found.origin, module=ON_GRADIENTS))
+
+
+@contextmanager
+def _wide_weights(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Store trained weights in fp32 inside the context, for a precision that does not cast them."""
+    trained = [] if precision.casts else [p for p in model.parameters() if p.requires_grad]
+    stored = [(parameter, parameter.data) for parameter in trained if is_narrow(parameter.dtype)]
+    for parameter, data in stored:
+        parameter.data = data.float()
+    try:
+        yield
+    finally:
+        for parameter, data in stored:
+            parameter.grad = None
+            parameter.data = data
 
 
 def _not_finite(model: nn.Module, held: HeldTensors) -> dict[str, Tensor]:

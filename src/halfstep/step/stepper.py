@@ -128,6 +128,9 @@ class Stepper(StepperBase):
             self._scope.begin()
             self._rollback.observe(storages_of(microbatches), TensorNames(self.model, loss_fn))
         self._clear_gradients()
+        if self.weights is not None:
+            # Without a loss function the number of micro-batches is not known.
+            self.weights.begin(adds_up=self.ranks.size > 1 or loss_fn is None or len(microbatches) > 1)
         self._last_objectives, self._objectives, self._aux, self._pending = self._objectives, [], [], []
         self._concluding = False
         self.counts.attempted += 1
@@ -182,14 +185,18 @@ class Stepper(StepperBase):
         `followed` counts how often that happened.
         """
         self.model_version += 1
-        self._emit(checks.check(self.model, self.optimizers, self.ranks.size))
+        self._emit(checks.check(self.model, self.optimizers, self.ranks.size, narrow=self.weights is not None))
         settle(self.model)
+        if self.weights is not None:
+            self.weights.compute_in(self.precision)
         self._rollback.follow()
         for slot in self._slots.values():
             slot.follow()
         if self.ema is not None:
             self.ema.follow()
         self._synchroniser = self._synchroniser.follow()
+        if self.weights is not None:
+            self.weights.share(self.ranks)
         self._tracker.look()
 
     def _backward(self, result: Any, divide: int) -> None:
@@ -297,6 +304,8 @@ class Stepper(StepperBase):
         if reason is None and agreed.bad_buffer and self._bad_buffer():
             reason = BUFFER_NOT_FINITE
         report = report_of(objectives, self.counts, reason, aux)
+        if self.weights is not None:
+            report = report._replace(gradient_format=self.weights.gradient_format)
         if not report.applied:
             return report
         for objective in objectives:

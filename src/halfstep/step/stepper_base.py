@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep import distributed
 from halfstep.errors import WrongUse, same_keys, same_presence
 from halfstep.finding import Finding
+from halfstep.formats import FP32
 from halfstep.observe.precision_check import LookAgain, LookSchedule, Observation, Watch, may_look_again
 from halfstep.precision.island import islands, settle
 from halfstep.precision.precision import Precision
@@ -35,6 +36,9 @@ from halfstep.step.step_inputs import Holdings, StepInputs
 from halfstep.step.sync import Alone, Synchroniser
 from halfstep.step.window import CallOrder
 from halfstep.user_code import warn_user
+
+if TYPE_CHECKING:
+    from halfstep.step.weight_format import NarrowWeights
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 V = TypeVar("V")
@@ -59,6 +63,9 @@ class StepperBase:
         loss_scale: ByName[LossScale] = None,
         guards: Sequence[Guard] = (),
         on_gradients: Callable[[list[Tensor]], object] | None = None,
+        weight_format: str | None = None,
+        gradient_sums: str = "fp32",
+        rounding_seed: int = 0,
         observe: bool = True,
         check: bool = False,
         ddp: Mapping[str, Any] | None = None,
@@ -85,6 +92,12 @@ class StepperBase:
             guards: Checks that may refuse an update before it is applied.
             on_gradients: A callback with the parameters that have a gradient, after unscaling and before the finite
                 check.
+            weight_format: How trained weights are stored: `fp32`; `bf16-split`, bf16 weights and the other 16 bits next
+                to them, which together are the bits of fp32 weights; or `bf16-stochastic`, bf16 weights that are
+                rounded at random. Parameters of islands and of normalization and recurrent layers stay in fp32.
+            gradient_sums: With weights in bf16, the format in which gradients are added up over micro-batches and
+                ranks: `fp32`, or `bf16`.
+            rounding_seed: The seed of `bf16-stochastic`.
             observe: Check in the first step which precision really runs.
             check: Compare the first micro-batch with fp32 before the first update, and refuse a step without gradients
                 or values that fp32 has. The loss function is called twice more for it.
@@ -103,7 +116,7 @@ class StepperBase:
         # A forward pass before this leaves FSDP2's parameters gathered, and the checks below look at the shards.
         reshard(model)
         named = _named(optimizer, optimizers)
-        stale = checks.check(model, named, self.ranks.size)
+        stale = checks.check(model, named, self.ranks.size, narrow=weight_format not in (None, FP32.name))
         checks.check_trainable(model, named)
         self.model, self.guards, self.counts = model, list(guards), StepCounts()
         self.ema = checked_average(ema, model)
@@ -124,13 +137,39 @@ class StepperBase:
             # Rank 0 decides and broadcasts, so it has to be this process group's rank 0.
             self._compute_in(choose_precision(precision, device=self.device))
         self._as_built = self.choice
+        self.weights: NarrowWeights | None = None
+        """The weights that are stored in bf16; None where all are in fp32."""
+        if weight_format is not None and weight_format != FP32.name:
+            self._store_narrow(weight_format, gradient_sums, rounding_seed)
         self._losses = _losses(list(named), self.precision, loss_scale)
         self._emit(stale)
         settle(model)
-        self._synchroniser = synchroniser(model, optimizers=len(self._slots), ddp=ddp or {}, ranks=self.ranks)
+        self._synchroniser = synchroniser(
+            model, optimizers=len(self._slots), ddp=ddp or {}, ranks=self.ranks, narrow=self.weights is not None
+        )
+        if self.weights is not None:
+            self.weights.share(self.ranks)
         self._agreement, self._together = Agreement(self.ranks, len(self._slots)), Together(self.ranks)
         self._tracker = ParamTracker(model, named.values())
         self._interrupts, self._call_order = Interrupts(), CallOrder()
+
+    def _store_narrow(self, weight_format: str, sums: str, seed: int) -> None:
+        """Convert the trained weights to bf16."""
+        from halfstep.step.weight_format import NarrowWeights, check_weight_format
+
+        check_weight_format(weight_format, sums, self.precision)
+        slots = list(self._slots.values())
+        self.weights = NarrowWeights(
+            self.model,
+            slots,
+            weight_format,
+            seed=seed,
+            sums=sums,
+            applied=lambda: self.counts.applied,
+            emit=self._emit,
+        )
+        if self.ema is not None:
+            self.ema.weights = self.weights
 
     def _start_without_window(self) -> None:
         """Set what a window changes, as it is before the first one."""
@@ -197,6 +236,10 @@ class StepperBase:
         checks.check_window(torn=self._torn, in_one=bool(self._open), empty=False)
         first = self._as_built
         self._compute_in(first if name == first.precision.name else choose_precision(name, device=self.device))
+        if self.weights is not None:
+            self.weights.compute_in(self.precision)
+            self._rollback.follow()
+            self._tracker.look()
         for loss in self._losses.values():
             loss.reset_scale(self.precision, as_built=self.choice is first)
 
@@ -359,6 +402,7 @@ class StepperBase:
             "counts": counts,
             "ema": None if self.ema is None else self.ema.state_dict(),
             "losses": {name: loss.state_dict() for name, loss in self._losses.items()},
+            **({} if self.weights is None else {"weights": self.weights.state_dict()}),
         }
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -371,12 +415,16 @@ class StepperBase:
         same_presence("riders", "ema", ours, state)
         for name, loss in self._losses.items():
             loss.check_state(state["losses"][name])
+        if self.weights is not None:
+            self.weights.check_state(state["weights"])
         if self.ema is not None:
             # First, because the average checks a state only while it loads it: a refusal here has changed nothing.
             self.ema.load_state_dict(state["ema"])
         for name, loss in self._losses.items():
             loss.load_state_dict(state["losses"][name])
         self.counts.load_state_dict(state["counts"])
+        if self.weights is not None:
+            self.weights.load_state_dict(state["weights"])
 
 
 def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
@@ -466,18 +514,29 @@ def positive(name: str, given: Any) -> float | None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def synchroniser(model: nn.Module, *, optimizers: int, ddp: Mapping[str, Any], ranks: Ranks) -> Synchroniser:
-    """Return the synchroniser that fits this model and these ranks; raise WrongUse if only parts are sharded."""
+def synchroniser(
+    model: nn.Module, *, optimizers: int, ddp: Mapping[str, Any], ranks: Ranks, narrow: bool = False
+) -> Synchroniser:
+    """Return the synchroniser that fits this model and these ranks; raise WrongUse if only parts are sharded.
+
+    Gradients of `narrow` weights are averaged here: DistributedDataParallel sums in the format of the weights.
+    """
     if ranks.size == 1:
         return Alone(model)
     if distributed.is_sharded(model.parameters()):
         _check_sharding(model)
         return Sharded(model, ranks)
     if isinstance(model, DistributedDataParallel):
+        if narrow:
+            raise WrongUse(
+                "weight_format with a model in DistributedDataParallel, which sums gradients in the format of weights",
+                allowed="the plain model, whose gradients halfstep sums in fp32",
+                do="Stepper(model.module, ..., weight_format=...)",
+            )
         return Wrapped(model, ranks)
     # Several optimizers may have several losses, each with its own backward; DistributedDataParallel expects one
     # backward for each forward.
-    return Replicated(model, ddp, ranks) if optimizers == 1 else Averaged(model, ranks)
+    return Replicated(model, ddp, ranks) if optimizers == 1 and not narrow else Averaged(model, ranks)
 
 
 def _check_sharding(model: nn.Module) -> None:

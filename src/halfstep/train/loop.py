@@ -197,7 +197,7 @@ class Loop:
         # After the evaluation: a stop during it resumes at the end of this epoch, and evaluates again.
         self.progress.epoch, self.progress.step_in_epoch = epoch, 0
         if not self.guarding.alarmed or self._enough() or not self._left(epoch):  # otherwise the old file is better
-            self.outputs.last(self.model, self.stepper.ema)
+            self.outputs.last(self.model, self.stepper.ema, self.stepper.weights)
         self.journal.emit(
             events.EPOCH,
             epoch=epoch,
@@ -486,7 +486,7 @@ class Loop:
         )
         self.parts.shape.progress(value if better else None)
         if better:
-            self.outputs.best(self.model, self.stepper.ema, epoch, val)
+            self.outputs.best(self.model, self.stepper.ema, epoch, val, self.stepper.weights)
         return better
 
     @property

@@ -36,6 +36,7 @@ class ParameterGroup(TypedDict, total=False):
 
     params: list[nn.Parameter]
     weight_decay: float
+    fp32_state: bool
 
 
 def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
@@ -43,9 +44,15 @@ def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimiz
 
     Raises `WrongUse` for muon and a model without a matrix that it could train.
     """
-    if options.name == "muon":
+    if options.name == "muon" and options.state == "fp32":
         return _muon(options, model)
-    return _made(options, _groups([p for p in model.parameters() if p.requires_grad]))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if options.state != "fp32":
+        from halfstep.train.small_optimizers import small_adam, small_groups  # loads torchao
+
+        arguments = {"lr": options.lr, "weight_decay": options.weight_decay, "betas": (options.momentum, 0.999)}
+        return small_adam(options.name, options.state, small_groups(model, trained), **arguments)
+    return _made(options, _groups(trained))
 
 
 def _made(options: OptimizerOptions, groups: list[ParameterGroup]) -> optim.Optimizer:
@@ -141,8 +148,10 @@ def optimizer_notes(optimizer: optim.Optimizer) -> list[str]:
     return [f"muon trains {muon / (muon + adamw):.0%} of the weights, the matrices; adamw trains the rest"]
 
 
-def moments_of(options: OptimizerOptions) -> int:
-    """Return how many numbers the optimizer keeps for each element of a weight, from a step with tiny ones."""
+def moments_of(options: OptimizerOptions) -> float:
+    """Return how many fp32 numbers the optimizer keeps for each element of a weight, from a step with tiny ones."""
+    if options.state != "fp32":
+        return 2 / 4
     # Zeros, not a layer with random weights: a run's generators stay as they are.
     tiny = nn.ParameterList([torch.zeros(5, 3), torch.zeros(5, 3, 1)])
     for weight in tiny:

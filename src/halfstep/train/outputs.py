@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep import distributed
 from halfstep.data.dataset import Sample
@@ -30,6 +31,9 @@ from halfstep.train.evaluation import Choosing, ChosenSample, beginning, caption
 from halfstep.train.run_folder import RESULT
 from halfstep.train.task import Task
 from halfstep.train.weights import finite, gather_weights, save_weights
+
+if TYPE_CHECKING:
+    from halfstep.step.weight_format import NarrowWeights
 
 BEST, LAST, LAST_AVERAGE = "best.safetensors", "last.safetensors", "last-ema.safetensors"
 NOT_WRITTEN = (OSError, SafetensorError)
@@ -61,19 +65,34 @@ class RunOutputs:
         """Return whether this rank draws pictures."""
         return self._first and self._pictures > 0
 
-    def best(self, model: nn.Module, ema: Ema | None, epoch: int, metrics: dict[str, float]) -> None:
-        """Save the weights that were evaluated: the averaged ones where there are any."""
+    def best(
+        self,
+        model: nn.Module,
+        ema: Ema | None,
+        epoch: int,
+        metrics: dict[str, float],
+        narrow: NarrowWeights | None = None,
+    ) -> None:
+        """Save the weights that were evaluated: the averaged ones where there are any. `narrow`: those in bf16."""
+        metadata = {"epoch": str(epoch), **{k: repr(v) for k, v in metrics.items()}}
         with ema_weights(ema):
-            self._save(model, BEST, "best", {"epoch": str(epoch), **{k: repr(v) for k, v in metrics.items()}})
+            self._save(model, BEST, "best", metadata, lambda: wide_weights(model, narrow, ema))
 
-    def last(self, model: nn.Module, ema: Ema | None) -> None:
+    def last(self, model: nn.Module, ema: Ema | None, narrow: NarrowWeights | None = None) -> None:
         """Save the present weights, and their average where there is one."""
-        self._save(model, LAST, "last", {})
+        self._save(model, LAST, "last", {}, lambda: wide_weights(model, narrow))
         if ema is not None:
             with ema.in_place():
-                self._save(model, LAST_AVERAGE, "last", {})
+                self._save(model, LAST_AVERAGE, "last", {}, lambda: wide_weights(model, narrow, ema))
 
-    def _save(self, model: nn.Module, name: str, what: str, metadata: dict[str, str]) -> None:
+    def _save(
+        self,
+        model: nn.Module,
+        name: str,
+        what: str,
+        metadata: dict[str, str],
+        written: Callable[[], nn.Module | Mapping[str, Tensor]],
+    ) -> None:
         sharded = distributed.is_sharded(model.parameters())
         if not self._first and not sharded:
             return
@@ -90,7 +109,7 @@ class RunOutputs:
                 self._unwritten[name] = diverged(text)
             self._journal.emit(events.NOTE, text=text, level="warning")
             return
-        self._write(name, what, lambda path: save_weights(model, path, metadata))
+        self._write(name, what, lambda path: save_weights(written(), path, metadata))
 
     def _write(self, name: str, what: str, write: Callable[[Path], None]) -> None:
         """Write a file, or record the failure: the next checkpoint decides whether the run can go on."""
@@ -221,6 +240,15 @@ def _storage_failed(name: str, why: str) -> StorageFailed:
 
 def _in_words(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error).strip().partition("\n")[0] or type(error).__name__
+
+
+def wide_weights(
+    model: nn.Module, narrow: NarrowWeights | None, ema: Ema | None = None
+) -> nn.Module | Mapping[str, Tensor]:
+    """Return the model; where its weights are stored in bf16, their values, or averages, in fp32."""
+    if narrow is None:
+        return model
+    return narrow.wide_state(None if ema is None else ema.average_of)
 
 
 def ema_weights(ema: Ema | None) -> AbstractContextManager[None]:

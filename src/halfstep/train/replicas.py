@@ -89,8 +89,13 @@ def _copies(state: State) -> Iterator[tuple[str, Tensor]]:
     for optimizer in state.optimizers.values():
         names = [name for group in optimizer["param_names"] for name in group]
         for number, kept in optimizer["state"].items():
-            tensors = ((key, value) for key, value in kept.items() if isinstance(value, Tensor))
-            yield from ((f"{key} of {names[number]}", tensor) for key, tensor in tensors)
+            for key, value in kept.items():
+                # A state in 8 bits is a dict of its parts.
+                parts = (
+                    {f"{key}.{part}": held for part, held in value.items()} if isinstance(value, dict) else {key: value}
+                )
+                found = ((f"{part} of {names[number]}", held) for part, held in parts.items())
+                yield from ((part, held) for part, held in found if isinstance(held, Tensor))
 
 
 def _differing(group: Any, tensors: dict[str, Tensor]) -> list[str]:

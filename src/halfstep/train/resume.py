@@ -357,6 +357,8 @@ def like_parameters(live: RunObjects, plain: Mapping[str, Any], chunks: Collecti
 
     def like(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         parameter = parameters.get(_parameter_of(name, plain))
+        if parameter is not None and name.endswith("/scale") and (distributed.is_shard(parameter) or name in chunks):
+            return _like_scale(parameter, tuple(shape), dtype)
         # Some optimizers keep one number, or one row, for a parameter; these are whole on every rank.
         if parameter is None or tuple(shape) != tuple(parameter.shape):
             return None
@@ -368,12 +370,19 @@ def like_parameters(live: RunObjects, plain: Mapping[str, Any], chunks: Collecti
     return like
 
 
+def _like_scale(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor for the scales of an optimizer's state in 8 bits, one for each block of the parameter."""
+    from halfstep.step.small_states import empty_scale
+
+    return empty_scale(parameter, shape, dtype) if distributed.is_shard(parameter) else torch.empty(shape, dtype=dtype)
+
+
 def _parameter_of(name: str, plain: Mapping[str, Any]) -> str:
     """Return the parameter that a tensor of a checkpoint belongs to; empty where there is none."""
     match name.split("/"):
         case ["weights", "parameters", parameter] | ["ema", "averages", parameter]:
             return parameter
-        case ["optimizers", optimizer, "state", number, _] if number.isdigit():
+        case ["optimizers", optimizer, "state", number, _, *_] if number.isdigit():
             names = [one for group in plain["optimizers"][optimizer]["param_names"] for one in group]
             return names[int(number)] if int(number) < len(names) else ""
     return ""

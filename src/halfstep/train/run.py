@@ -39,7 +39,7 @@ from halfstep.train.guarding import Guarding
 from halfstep.train.loaders import make_loaders
 from halfstep.train.loop import Best, Loop, planned_steps
 from halfstep.train.lost_ranks import LostRanks, lost_ranks_named
-from halfstep.train.outputs import RunOutputs
+from halfstep.train.outputs import RunOutputs, wide_weights
 from halfstep.train.process_group import device_of
 from halfstep.train.resume import Resumed
 from halfstep.train.run_folder import RESULT
@@ -362,7 +362,7 @@ def _result(run: Run, parts: Parts, weights: str) -> dict[str, object]:
 
 def _same_weights(parts: Parts, journal: Journal) -> str:
     """Return the digest of the weights; raise RanksDisagree unless it is the same on all ranks."""
-    weights = digest(parts.model)
+    weights = digest(wide_weights(parts.model, parts.stepper.weights))
     if distributed.size() == 1:
         return weights
     digests = distributed.from_all(weights)

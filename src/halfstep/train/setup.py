@@ -115,8 +115,20 @@ def prepare(
         ema=Ema(model, train.ema) if train.ema is not None else None,
         loss_scale=DynamicScale(**recipe.loss_scale.model_dump()) if choice.precision.scaled else None,
         check=train.check,
+        weight_format=train.weight_format,
+        gradient_sums=train.gradient_sums,
+        rounding_seed=seed,
     )
+    notes += _weight_notes(stepper)
     return Parts(model, optimizer, schedule, shape, stepper, notes)
+
+
+def _weight_notes(stepper: Stepper) -> list[str]:
+    if stepper.weights is None:
+        return []
+    narrow = sum(p.numel() for p in stepper.weights.parameters)
+    share = narrow / sum(p.numel() for p in stepper.model.parameters() if p.requires_grad)
+    return [f"{share:.1%} of the trained weights are stored as {stepper.weights.format}, the others in fp32"]
 
 
 def _shared_out(

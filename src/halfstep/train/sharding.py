@@ -50,21 +50,23 @@ class Sharding:
 class StateSize:
     """The bytes of a run's weights, gradients, averages and optimizer state, whole or as one of several shards."""
 
-    shapes: Sequence[tuple[Sequence[int], int]]
+    shapes: Sequence[tuple[Sequence[int], float]]
     """The shape of each parameter, and how many fp32 numbers there are for each of its elements."""
 
     @classmethod
-    def of(cls, model: nn.Module, moments: int, ema: bool) -> StateSize:
+    def of(cls, model: nn.Module, moments: float, ema: bool) -> StateSize:
         """Return it for a model, with so many optimizer numbers for each element that is trained."""
         trained = 2 + moments + ema
         return cls([(p.shape, trained if p.requires_grad else 1 + ema) for p in model.parameters()])
 
     def a_rank(self, shard_size: int) -> int:
         """Return the bytes on each rank; FSDP2 pads the rows of a parameter to a multiple of the ranks."""
-        return sum(
-            _BYTES * numbers * math.ceil(shape[0] / shard_size) * math.prod(shape[1:])
-            for shape, numbers in self.shapes
-            if len(shape)
+        return int(
+            sum(
+                _BYTES * numbers * math.ceil(shape[0] / shard_size) * math.prod(shape[1:])
+                for shape, numbers in self.shapes
+                if len(shape)
+            )
         )
 
 

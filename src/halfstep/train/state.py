@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ from halfstep.train.weights import (
     put_buffers,
     saved_parameters,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired
 
 OWN = ("weights/buffers/", "weights/extra_state/", "ema/buffers/", "rng/", "counts/epoch/metrics/")
 """Tensors that differ between ranks; rank 0 writes the others for all."""
@@ -110,10 +113,11 @@ class SavedPosition(TypedDict):
 
 
 class SavedPrecision(TypedDict):
-    """The precision and its islands in fp32."""
+    """The precision and its islands in fp32, and the format of trained weights where that is not fp32."""
 
     name: str
     islands: list[str]
+    weights: NotRequired[str]
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ class State:
             },
             guards={guard.name: guard.state_dict() for guard in stateful(live.parts.stepper)},
             recipe=live.recipe.model_dump(mode="json"),
-            precision={"name": stepper["precision"], "islands": sorted(islands(live.parts.model))},
+            precision=_precision(live),
             auto_choices=live.auto_choices.as_dict(),
         )
 
@@ -243,10 +247,20 @@ def _optimizer_facts(live: RunObjects, name: str) -> dict[str, object]:
     return {"kind": type(optimizer).__name__, "param_names": groups}
 
 
+def _precision(live: RunObjects) -> SavedPrecision:
+    stepper = live.parts.stepper
+    saved: SavedPrecision = {"name": stepper.precision.name, "islands": sorted(islands(live.parts.model))}
+    if stepper.weights is not None:
+        saved["weights"] = stepper.weights.format
+    return saved
+
+
 def _weights(live: RunObjects) -> SavedWeights:
-    model = live.parts.model
+    model, narrow = live.parts.model, live.parts.stepper.weights
+    kept = saved_parameters(model)
     return {
-        "parameters": saved_parameters(model),
+        # In fp32 in every format: `bf16-split` has the bits of fp32 weights, so a checkpoint of it fits any format.
+        "parameters": kept if narrow is None else {n: p for n, p in narrow.wide_parameters().items() if n in kept},
         "buffers": dict(model.named_buffers()),
         "non_persistent_buffers": non_persistent_buffers(model),
         "extra_state": extra_state(model),
@@ -409,7 +423,9 @@ def _check_precision(now: State, saved: State) -> None:
 
 def _in_words(precision: SavedPrecision) -> str:
     in_fp32 = ", ".join(precision.get("islands", ()))
-    return f"{precision.get('name')}{f' with {in_fp32} in fp32' if in_fp32 else ''}"
+    weights = precision.get("weights")
+    named = f"{precision.get('name')}{f' with weights as {weights}' if weights else ''}"
+    return f"{named}{f' with {in_fp32} in fp32' if in_fp32 else ''}"
 
 
 def _check_weights(live: RunObjects, now: State, saved: State) -> None:
@@ -478,7 +494,8 @@ def _check_lr_schedulers(now: State, saved: State) -> None:
 
 
 def _of_stepper(live: RunObjects, saved: State) -> dict[str, Any]:
-    now = live.parts.stepper.state_dict()["optimizers"]
+    stepper = live.parts.stepper.state_dict()
+    now = stepper["optimizers"]
     optimizers = {
         name: {
             "kind": optimizer["kind"],
@@ -494,7 +511,9 @@ def _of_stepper(live: RunObjects, saved: State) -> dict[str, Any]:
         for name, loss in saved.loss_scales.items()
     }
     rest = {"precision": saved.precision["name"], "counts": saved.counts["steps"], "ema": saved.ema}
-    return {**rest, "optimizers": optimizers, "losses": losses}
+    # The low bits are set together with the weights.
+    narrow = {"weights": stepper["weights"]} if "weights" in stepper else {}
+    return {**rest, **narrow, "optimizers": optimizers, "losses": losses}
 
 
 def _put(live: RunObjects, saved: State) -> None:
@@ -511,10 +530,13 @@ def _put(live: RunObjects, saved: State) -> None:
 
 @torch.no_grad()
 def _put_weights(live: RunObjects, saved: State) -> None:
-    model = live.parts.model
+    model, narrow = live.parts.model, live.parts.stepper.weights
     for name, parameter in saved_parameters(model).items():
         # In place: the optimizer holds references to these parameters.
-        parameter.copy_(saved.weights["parameters"][name])
+        if narrow is None:
+            parameter.copy_(saved.weights["parameters"][name])
+        else:
+            narrow.put(parameter, saved.weights["parameters"][name])
     buffers = {name: value.to(live.parts.stepper.device) for name, value in saved.weights["buffers"].items()}
     put_buffers(model, buffers, saved.weights["non_persistent_buffers"])
     if saved.weights["extra_state"]:

@@ -149,7 +149,7 @@ def infinite_buffers(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, buffer in model.named_buffers() if not _sound(buffer, is_finite=True))
 
 
-def digest(model: nn.Module) -> str:
+def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
     """Return a SHA-256 of names, dtypes, shapes and values: equal for bitwise equal models.
 
     Every rank calls it for a sharded model.

@@ -32,6 +32,7 @@ from halfstep.measure.memory.fake_tensors import (
     fake_mode,
     made_once,
     numbers_refused,
+    uses_torchao,
     walked,
     without_torch_log,
     wrong_use_of,
@@ -61,8 +62,10 @@ def notes_of(
     device: torch.device,
     at_peak: Mapping[str, int],
     wide: Mapping[str, int],
+    gradients: str = "",
+    small_states: bool = False,
 ) -> tuple[Note, ...]:
-    """Return the remarks; `wide` is the fp32 memory at the peak, by part."""
+    """Return the remarks; `wide` is the fp32 memory at the peak, by part, `gradients` the format of those of bf16."""
     peak = sum(at_peak.values())
     notes = [Note(_why_not_half(precision, peak, wide))] if precision.casts and peak else []
     if device.type == "cpu":
@@ -72,6 +75,14 @@ def notes_of(
         if precision.scaled:
             inside = "what convolutions take inside themselves in this precision on a CPU is not counted"
             notes.append(Note(inside, only_here=True))
+    if setting.weight_format != FP32.name and gradients:
+        why = "they are added up over micro-batches" if setting.microbatches > 1 else "nothing is added up"
+        notes.append(Note(f"weights as {setting.weight_format}, their gradients in {gradients}: {why}"))
+    if small_states:
+        inside = (
+            "what torchao's update takes inside itself, about 50 bytes for each element of one matrix, is not counted"
+        )
+        notes.append(Note(inside, only_here=True))
     if setting.compile:
         notes.append(Note(COMPILED))
     if at_peak["buffers"] > _WORTH_NAMING * peak:
@@ -171,6 +182,7 @@ def estimate(
     recompute: bool | None = None,
     channels_last: bool | None = None,
     microbatches: int | None = None,
+    weight_format: str | None = None,
     device: str | None = None,
 ) -> Ledger:
     """Predict the memory of one update without running it.
@@ -189,6 +201,7 @@ def estimate(
         recompute: Whether activations are recomputed in backward.
         channels_last: Whether the model uses channels_last.
         microbatches: The number of micro-batches in an update.
+        weight_format: How trained weights are stored, as for `Stepper`.
         device: The device, present or not ("a100-80gb", "rtx4090", "24GB"); by default this machine's CPU.
 
     Returns:
@@ -218,6 +231,7 @@ def estimate(
         batch=batch_size or own.batch,
         microbatches=microbatches or own.microbatches,
         recompute=own.recompute if recompute is None else recompute,
+        weight_format=own.weight_format if weight_format is None else weight_format,
     )
     target = device_named(device or "cpu")
     if setting.precision == AUTO:
@@ -300,12 +314,14 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
             candidate.timeline.not_covered.setdefault("lstm", path)
     reading = read(candidate.timeline, since)
     at_peak = _more(reading.at_peak, beside)
-    remarks = notes_of(setting, precision, device, at_peak, _more(reading.wide, beside))
+    gradients = candidate.weights.gradient_format if candidate.weights else ""
+    small = uses_torchao(candidate.optimizer)
+    remarks = notes_of(setting, precision, device, at_peak, _more(reading.wide, beside), gradients, small)
     assumptions = (*case.assumptions, *tracker.assumptions)
     remarks += tuple(Note(str(assumption)) for assumption in assumptions)
     if case.compiled and not setting.compile:
         remarks += (Note(COMPILED),)
-    could_be = _could_be_verified(setting, precision, device) and not (assumptions or case.compiled)
+    could_be = _could_be_verified(setting, precision, device) and not (assumptions or case.compiled or small)
     if candidate.timeline.not_covered and could_be:
         remarks = (*remarks, Note(not_covered(candidate.timeline.not_covered), only_here=True))
     return Ledger(
@@ -346,8 +362,10 @@ def _beside(candidate: FakeCandidate, case: Case) -> dict[str, int]:
     """Return the run's memory outside of the update: an average, copies of buffers for rollback, other batches."""
     model = candidate.model
     average = [*model.parameters(), *model.buffers()] if case.average else []
+    # An average is in fp32 where the weights are in bf16.
+    wider = sum(2 * p.numel() for p in candidate.weights.parameters) if case.average and candidate.weights else 0
     return {
-        "average": bytes_of(average),
+        "average": bytes_of(average) + wider,
         "buffers": bytes_of(model.buffers()),
         # The timeline has one batch; the window holds all of them until the update.
         "batch": bytes_of(tensors(candidate.batch)) * (candidate.microbatches - 1),

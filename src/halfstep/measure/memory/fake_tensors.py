@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import WrongUse, in_one_line
+from halfstep.formats import FP32
 from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.batches import resized, size_of, tensors
 from halfstep.measure.case import Case
@@ -29,6 +30,8 @@ from halfstep.observe.recorder import Recorder, uses_compiled
 from halfstep.precision.island import settle
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.loss import ONLY, Counted, loss_and_aux
+from halfstep.step.optimizer_slot import OptimizerSlot
+from halfstep.step.weight_format import NarrowWeights, takes_bf16
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.user_code import HALFSTEP, MEASURING, NO_FILE, TORCH, lines_outside, place_and_text
 
@@ -134,11 +137,14 @@ def _edges_to_leaves(root: Any) -> Counter[int]:
 def _accumulate(leaf: Tensor, gradient: Tensor | None, shared: bool) -> None:
     if gradient is None:
         return
+    wanted: torch.dtype = getattr(leaf, "grad_dtype", None) or leaf.dtype
     if leaf.grad is not None:
         leaf.grad.add_(gradient)
     # Copied unless it can be stolen, as in AccumulateGrad: its memory is its own and its layout the leaf's.
     elif shared or gradient.stride() != leaf.stride() or gradient.untyped_storage().nbytes() != gradient.nbytes:
-        leaf.grad = torch.empty_like(leaf).copy_(gradient)
+        leaf.grad = torch.empty_like(leaf, dtype=wanted).copy_(gradient)
+    elif gradient.dtype != wanted:
+        leaf.grad = gradient.to(wanted)
     else:
         leaf.grad = gradient.detach()
 
@@ -394,7 +400,13 @@ class FakeCandidate:
         for parameter in self.model.parameters():
             parameter.grad = None
         self.optimizer = _as_it_runs(case.optimizer(self.model), device)
+        self.weights: NarrowWeights | None = None
+        if setting.weight_format != FP32.name and takes_bf16(precision):
+            slot, sums = OptimizerSlot(ONLY, self.optimizer), setting.gradient_sums
+            self.weights = _WithoutNoise(self.model, [slot], setting.weight_format, sums=sums)
         self.timeline = Timeline()
+        if self.weights is not None:
+            self.timeline.hold(self.weights.state_dict()["low_bits"].values(), "weights")
         self.timeline.hold(self.model.parameters(), "weights")
         self.timeline.hold(self.model.buffers(), "buffers")
         self.timeline.hold(tensors(self.batch), "batch")
@@ -407,6 +419,8 @@ class FakeCandidate:
         """Take one whole update."""
         # Casts cached by the last update would be missing from this one's timeline.
         torch.clear_autocast_cache()
+        if self.weights is not None:
+            self.weights.begin(adds_up=self.microbatches > 1)
         for _ in range(self.microbatches):
             with self.precision.scope(self.device):
                 loss = self._forward()
@@ -417,8 +431,11 @@ class FakeCandidate:
             self.timeline.hold((gradient for gradient in gradients if gradient is not None), "gradients")
         self.timeline.begin(UPDATE)
         # Only around the optimizer: in the user's code a value that is read must raise an error.
-        with AnyNumber(self._known_number):
-            self.optimizer.step()
+        with AnyNumber(self._known_number), _uncompiled(self.optimizer):
+            if self.weights is None:
+                self.optimizer.step()
+            else:
+                self.weights.step(self.optimizer, factor=1.0, limit=None)
         # After the step, because an optimizer creates its state in the first one.
         self.timeline.hold(tensors(list(self.optimizer.state.values())), "optimizer")
         for parameter in self.model.parameters():
@@ -439,6 +456,32 @@ class FakeCandidate:
         if self.microbatches > 1:
             loss = loss / self.microbatches
         return loss * _SCALE if self.precision.scaled else loss
+
+
+def uses_torchao(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is one of torchao's."""
+    return any(kind.__module__.startswith("torchao") for kind in type(optimizer).__mro__)
+
+
+@contextmanager
+def _uncompiled(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Run the step of torchao's optimizers eagerly: they compile it, which fails inside a dispatch mode."""
+    if not uses_torchao(optimizer):
+        yield
+        return
+    compiled = torch.compile
+    torch.compile = lambda function, **_: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiled
+
+
+class _WithoutNoise(NarrowWeights):
+    """Weights in bf16 on fake tensors, for which there is no generator."""
+
+    def _generator(self, name: str, device: torch.device) -> torch.Generator | None:
+        return None
 
 
 def _as_it_runs(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:

@@ -459,7 +459,9 @@ def _casts_weights(operation: Operation) -> bool:
 def _tensors(tree: Any) -> Iterator[Tensor]:
     """Yield the strided tensors; sparse ones consist of others."""
     for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+        if hasattr(leaf, "__tensor_flatten__"):  # an optimizer's state in 8 bits: its codes, scales and table
+            yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             yield leaf
 
 

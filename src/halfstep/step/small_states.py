@@ -1,0 +1,133 @@
+"""Optimizer states of torchao in 8 or 4 bits as plain tensors: codes, scales and table, with the kind by its name.
+
+torchao keeps a moment as a tensor subclass, which can be neither copied nor written to a file without pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep import distributed
+from halfstep.errors import BadData, WrongUse
+
+KIND = "small_state"
+"""The key of a saved small state that names its kind."""
+CODES, SCALE = "codes", "scale"
+_MODULES = {
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+    "OptimStateFp8": "torchao.optim.subclass_fp8",
+}
+_FACTS = {"OptimState8bit": ("signed",), "OptimState4bit": ("signed", "shape"), "OptimStateFp8": ()}
+"""What a kind has besides its tensors and the dtype that it shows."""
+_PARTS = {
+    "OptimState8bit": (CODES, SCALE, "qmap"),
+    "OptimState4bit": (CODES, SCALE, "qmap"),
+    "OptimStateFp8": (CODES, SCALE),
+}
+
+
+def kind_of(value: object) -> str | None:
+    """Return the kind of a small state, sharded or not; None for anything else."""
+    if not isinstance(value, Tensor):
+        return None
+    own: object = getattr(value, "_local_tensor", value)  # without the graph that to_local() makes
+    name = type(own).__name__
+    return name if _MODULES.get(name) == type(own).__module__ else None
+
+
+def with_plain_states(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict in which each small state is a dict of plain tensors."""
+    return {**state, "state": _mapped(state["state"], lambda value: to_parts(value) if kind_of(value) else value)}
+
+
+def with_small_states(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict that `with_plain_states` was given."""
+    return {**state, "state": _mapped(state["state"], lambda value: from_parts(value) if is_saved(value) else value)}
+
+
+def _mapped(states: Mapping[Any, Any], change: Any) -> dict[Any, Any]:
+    return {
+        number: {key: change(value) for key, value in kept.items()} if isinstance(kept, Mapping) else kept
+        for number, kept in states.items()
+    }
+
+
+def is_saved(value: object) -> bool:
+    """Return whether a value is a small state as `to_parts` returns it."""
+    return isinstance(value, Mapping) and KIND in value
+
+
+def to_parts(value: Any) -> dict[str, Any]:
+    """Return the parts of a small state, which share its memory; of a sharded one, DTensors."""
+    kind, own = kind_of(value), getattr(value, "_local_tensor", value)
+    assert kind is not None
+    parts = {name: getattr(own, name) for name in _PARTS[kind]}
+    if own is not value:
+        parts[CODES] = sharded_as(value, parts[CODES], tuple(value.shape))
+        blocks = value.numel() // own.block_size
+        parts[SCALE] = sharded_as(value, parts[SCALE], (blocks,))
+    facts = {name: getattr(own, name) for name in _FACTS[kind]}
+    return {KIND: kind, **parts, **{name: list(f) if isinstance(f, tuple) else f for name, f in facts.items()}}
+
+
+def from_parts(saved: Mapping[str, Any]) -> Tensor:
+    """Return the small state with these parts; raise BadData for parts that do not fit together."""
+    kind = saved[KIND]
+    try:
+        made = getattr(import_module(_MODULES[kind]), kind)
+        codes, facts = saved[CODES], [saved[name] for name in _FACTS[kind]]
+        locals_ = [distributed.local(saved[name]) for name in _PARTS[kind]]
+        elements = locals_[0].numel() * (2 if kind == "OptimState4bit" else 1)
+        if elements % max(1, locals_[1].numel()):
+            raise ValueError(f"{locals_[1].numel()} scales for {elements} elements")
+        own: Tensor = made(*locals_, *facts, dtype=torch.float32)
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise BadData(
+            f"a state of an optimizer that is no {kind}: {type(error).__name__} {error}",
+            allowed="what halfstep wrote",
+            do="use another checkpoint",
+        ) from error
+    return sharded_as(codes, own, tuple(codes.shape)) if distributed.is_shard(codes) else own
+
+
+def sharded_as(other: Any, own: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a local tensor as the shard of a tensor of this shape that is cut as `other` is."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = other.device_mesh, other.placements
+    made: Tensor = DTensor.from_local(own, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return made
+
+
+def cut_evenly(parameter: Tensor, block_size: int) -> bool:
+    """Return whether the shards of a parameter are of one size and end where blocks end; True for a whole one."""
+    parts = 1
+    for pieces in distributed.pieces(parameter):
+        parts *= pieces
+    if parameter.numel() % (parts * block_size):
+        return False
+    return parts == 1 or parameter.shape[0] % parts == 0
+
+
+def empty_scale(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor to read the scales of a sharded parameter into; raise WrongUse where shards cut a block."""
+    import torch.distributed.tensor as sharded
+
+    if not cut_evenly(parameter, parameter.numel() // shape[0]):
+        parts = distributed.pieces(parameter)
+        raise WrongUse(
+            f"optimizer state in blocks of {parameter.numel() // shape[0]} elements, of a parameter of shape "
+            f"{tuple(parameter.shape)} in {parts} shards",
+            allowed="shards of equal size that end where blocks end",
+            do="use a number of ranks that divides the rows, or world=ddp",
+        )
+    whole: Any = parameter
+    made: Tensor = sharded.empty(shape, dtype=dtype, device_mesh=whole.device_mesh, placements=whole.placements)
+    return made
