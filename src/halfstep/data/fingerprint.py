@@ -96,7 +96,7 @@ class Fingerprint:
 
     parts: tuple[SourcePrint, ...]
     sources: tuple[Source, ...] = field(default=(), compare=False, repr=False)
-    """What was fingerprinted, if it is here: its samples are named where they differ. Not saved."""
+    """The fingerprinted sources, if they are here: its samples are named where they differ. Not saved."""
 
     @property
     def whole(self) -> bool:

@@ -86,7 +86,7 @@ def _converted(file: Path, out: Path) -> ConvertedBase:
             allowed="an architecture and a quantization that transformers reads",
             do="get the model as safetensors instead",
         ) from error
-    # transformers refuses to save what was quantized; a plain model with the same weights is saved instead.
+    # transformers refuses to save quantized weights; a plain model with the same weights is saved instead.
     config = copy.deepcopy(model.config)
     config.__dict__.pop("quantization_config", None)
     plain = type(model)(config)

@@ -90,7 +90,7 @@ def _chosen(index: ShardIndex, share: float, exact_place: Callable[[int], float]
         # The index has half of a position: where that half is equal, or a float would be, the name decides.
         for number in np.flatnonzero((places == threshold) | (places == threshold - 1)).tolist():
             chosen[number] = exact_place(first + number) < share
-        # A shard begins within a byte of the bits.
+        # A shard starts within a byte of the bits.
         packed = np.packbits(np.concatenate([np.zeros(first % 8, bool), chosen]), bitorder="little")
         bits[first // 8 : first // 8 + len(packed)] |= packed
         count += int(chosen.sum())

@@ -45,7 +45,7 @@ class EpochCheck(Protocol):
     """A check of some of the data in the background of an epoch."""
 
     def begin(self, epoch: int) -> None:
-        """Begin to check what belongs to an epoch."""
+        """Start the check of an epoch."""
         ...
 
     def look(self) -> None:

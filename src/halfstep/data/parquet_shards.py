@@ -51,7 +51,7 @@ class ParquetShards(Shards):
         return self.most_kept * ranks
 
     def parts_of(self, samples: Iterable[int]) -> dict[Path, list[Part]]:
-        """Return what is read for these samples: the row groups that they are in."""
+        """Return the parts to read for these samples: the row groups that they are in."""
         groups = {(row.shard, row.image // BLOCK) for row in map(self.index.row, samples)}
         found: dict[Path, list[Part]] = {}
         for shard, number in sorted(groups):

@@ -85,7 +85,7 @@ class Announcer:
         with suppress(Empty):
             while True:
                 chunk = self._waiting.get_nowait()
-                # A chunk that cannot be announced is read all the same, and its samples say what is wrong.
+                # A chunk that cannot be announced is read all the same, and its samples report the error.
                 with suppress(Exception):
                     for path, parts in self._parts_of(chunk).items():
                         announce_parts(path, parts)

@@ -76,7 +76,7 @@ class BackgroundCheck:
         return [int(one) for one in every[self._rank :: self._size]]
 
     def begin(self, epoch: int) -> None:
-        """Begin to verify the shards of an epoch, unless those of an earlier one are still being read."""
+        """Start to verify the shards of an epoch, unless those of an earlier one are still being read."""
         if self._thread is not None and self._thread.is_alive():
             return
         self._stop.clear()

@@ -65,7 +65,7 @@ _NOTHING = 2**32 - 1
 
 
 class SampleRow(NamedTuple):
-    """What the index has of a sample: offsets and sizes in bytes, -1 for what is missing."""
+    """What the index has of a sample: offsets and sizes in bytes, -1 for a missing part."""
 
     shard: int
     image: int
@@ -216,7 +216,7 @@ class ShardIndex:
         return self.column(shard, 5) != _NOTHING if kinds & SOME_MASKS else np.zeros(rows, bool)
 
     def start_of_headers(self, shard: int, image: int) -> int:
-        """Return a byte of a shard where headers begin, at most those of one sample before the image at `image`."""
+        """Return a byte of a shard where headers start, at most those of one sample before the image at `image`."""
         offsets = self.column(shard, _OFFSET)
         before = np.flatnonzero(offsets < image // BLOCK)
         if not len(before):
@@ -240,7 +240,7 @@ class ShardIndex:
             first_row, last_row = page * PAGE, min(rows, (page + 1) * PAGE) - 1
             raise BadData(
                 f"the index {self.path} is damaged: samples {first_row:,} to {last_row:,} of {self.names[shard]}",
-                allowed="an index as it was written",
+                allowed="an unchanged index",
                 do=f"rm {self.path}, and start the same command again",
             )
         self._is_verified[first + page] = 1
@@ -557,7 +557,7 @@ def _forget_older(path: Path, shards: ShardSet) -> None:
 
 
 def index_with_seal(seal: str, places: Sequence[Path]) -> ShardIndex | None:
-    """Return the index whose seal begins with these digits, of those in the cache and at `places`."""
+    """Return the index whose seal starts with these digits, of those in the cache and at `places`."""
     with suppress(OSError):
         for path in (*places, *(cache_folder() / "shards").glob(f"*{SUFFIX}")):
             with suppress(OSError, NoIndex):

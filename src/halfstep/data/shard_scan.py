@@ -161,7 +161,7 @@ def shown(name: bytes) -> str:
 
 
 def key_at(tar: TarReader, begin: int, image: int | None = None) -> str:
-    """Return the key of the member whose headers begin at a byte, or of a later one whose content is at `image`."""
+    """Return the key of the member whose headers start at a byte, or of a later one whose content is at `image`."""
     for member in tar.members(begin):
         if image is None or member.at == image:
             folder, _, file = member.name.rpartition(b"/")
@@ -169,7 +169,7 @@ def key_at(tar: TarReader, begin: int, image: int | None = None) -> str:
             return shown(folder + b"/" + stem if folder else stem)
         if member.at > image:
             break
-    raise DamagedTar(f"no file begins at byte {image or begin:,}")
+    raise DamagedTar(f"no file starts at byte {image or begin:,}")
 
 
 def _joined(tar: TarReader, rows: _Columns) -> ShardRows:

@@ -129,7 +129,7 @@ class Shards:
     def _content(self, index: int, row: SampleRow, with_image: bool, doubts: list[str]) -> Content:
         """Read the parts of a sample from its shard at once."""
         has_label, has_mask = self._kinds
-        # The label is in the index, too; that of the shard counts, whatever was done to the index.
+        # The label is in the index, too; that of the shard counts, also where the index was edited.
         parts = [(row.image, row.image_size)] * with_image
         parts += [(row.label_at, LONGEST_LABEL + 1)] * has_label + [(row.mask, row.mask_size)] * has_mask
         if not parts:
@@ -203,7 +203,7 @@ class Shards:
         return row.image_size + self._kinds[1] * max(row.mask_size, 0) + self._kinds[0] * (LONGEST_LABEL + 1)
 
     def parts_of(self, samples: Iterable[int]) -> dict[Path, list[Part]]:
-        """Return what is read for these samples: parts of each shard, those that lie side by side as one."""
+        """Return the parts to read for these samples: parts of each shard, those that lie side by side as one."""
         found: dict[int, list[Part]] = {}
         for row in map(self.index.row, samples):
             parts = found.setdefault(row.shard, [])
@@ -234,7 +234,7 @@ class Shards:
         except (OSError, DamagedTar) as error:
             raise BadData(
                 f"the name of sample {number} cannot be read from {self.path(shard)}: {error}",
-                allowed="shards as they were indexed",
+                allowed="unchanged shards",
                 do="look at the shard, and start the same command again",
             ) from error
 
@@ -282,7 +282,7 @@ class Shards:
         return self.index.first(shard) + int(np.argmax(has == present))
 
     def _class_names(self) -> list[str]:
-        """Return the lines of `classes.txt` beside the shards or one folder up; else the numbers."""
+        """Return the lines of `classes.txt` next to the shards or one folder up; else the numbers."""
         most = int(self.index.table["largest"].max())
         first = self.path(0).parent
         for folder in (first, first.parent):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK = 512
-"""Bytes of a header; every member begins at a multiple of it."""
+"""Bytes of a header; every member starts at a multiple of it."""
 MOST_MEMBERS = 2_000_000
 LONGEST_NAME = 2**16
 """Bytes of a long name or of pax records before a member."""
@@ -37,10 +37,10 @@ class Member(NamedTuple):
     """A file in a tar."""
 
     begin: int
-    """Where its headers begin: a long name has one of its own."""
+    """Where its headers start: a long name has a separate one."""
     name: bytes
     at: int
-    """Where its content begins."""
+    """Where its content starts."""
     size: int
 
 

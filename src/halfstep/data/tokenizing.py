@@ -92,7 +92,7 @@ class TokensReport(ShownAsPage, JsonResult):
     notes: tuple[str, ...]
 
     def page(self) -> Page:
-        """Return the splits, and what was left out."""
+        """Return the splits, and the documents that were left out."""
         splits = {"train": self.train, "held out": self.val}
         rows = tuple(
             (name, f"{s.documents:,}", f"{s.tokens:,}", size(s.bytes), f"{s.bytes / max(s.tokens, 1):.2f}")

@@ -26,7 +26,7 @@ SKEW = 5.0
 
 @dataclass(frozen=True)
 class StoreReport:
-    """The result of the check; None for what was not reached."""
+    """The result of the check; None for steps that were not reached."""
 
     address: str
     problem: str | None = None
@@ -85,7 +85,7 @@ def _rule(bucket: str) -> str:
 
 
 def check_store(address: StoreAddress, patience: float = PATIENCE) -> StoreReport:
-    """Write, read and remove objects at the address, and return what was found."""
+    """Write, read and remove objects at the address, and return the findings."""
     store, found, key = Store(address, patience), StoreReport(str(address)), f"probe-{secrets.token_hex(8)}"
     content = os.urandom(2 * RANGE)
     try:

@@ -31,7 +31,7 @@ RESULT, INPUT, PARAMETER = "result", "input", "parameter"
 
 
 class Part(NamedTuple):
-    """What was compared: the results of a layer, the gradient of its input, or that of a parameter."""
+    """The compared numbers: the results of a layer, the gradient of its input, or that of a parameter."""
 
     kind: str
     name: str

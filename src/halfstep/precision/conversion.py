@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfstep.formats import FP8_E4M3, Format
 
 _FP8 = Format("fp8", None, FP8_E4M3.largest, 0.0, FP8_E4M3.epsilon)
-"""fp8 with a scale: no dtype rounds to it, and what is small in itself does not underflow."""
+"""fp8 with a scale: no dtype rounds to it, and small numbers do not underflow."""
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -31,7 +31,7 @@ class FolderExport(ShownAsPage):
     files: list[str]
     bytes: int
     lines: list[str]
-    """What was compared, and other facts."""
+    """The comparison, and other facts."""
     python: str
     """Code that loads the folder."""
 

@@ -229,7 +229,7 @@ def _other_data(found: VerifiedData) -> BadData | None:
         return None
     return BadData(
         "\n    ".join(["the data is not what the run began with:", *found.changes[:MOST_CHANGES]]),
-        allowed="data as it was when the run began",
+        allowed="the data that the run started with",
         do="bring it back from a copy; halfstep verify RUN --data --json lists all changes",
     )
 

@@ -1,9 +1,9 @@
 """The start check: one micro-batch in the run's precision and in fp32, on this device, before the first update.
 
 Both runs have the same weights and random numbers, and nothing of them remains. Refused is what no rounding explains:
-a parameter without a gradient, values that became zero, non-finite numbers that fp32 does not have. What is further
-from fp32 than the format explains is a warning: discrete choices, such as routing, differ on healthy models too. What
-roundings explain follows from the terms of each sum (`observe/layer_sums.py`).
+a parameter without a gradient, values that became zero, non-finite numbers that fp32 does not have. A result that is
+further from fp32 than the format explains is a warning: discrete choices, such as routing, differ on healthy models
+too. What roundings explain follows from the terms of each sum (`observe/layer_sums.py`).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def check_start(
 ) -> StartCheck | None:
     """Compare the first micro-batch of a step in `precision` and in fp32; None for fp32 and fp64, where all is plain.
 
-    `pair` matches losses with optimizers; `include` are objects beside the model that are restored too. An error in a
+    `pair` matches losses with optimizers; `include` are objects next to the model that are restored too. An error in a
     run is no result: if it is the step's own, the step will raise it again.
     """
     if precision.computes.epsilon <= FP32.epsilon and not any(map(is_converted, model.modules())):
@@ -175,7 +175,7 @@ def _cut(attempt: StepInputs) -> tuple[StepInputs, int]:
     sizes = {leaf.shape[0] for _, leaf in leaves(batch) if leaf.ndim}
     kept = max(1, min(sizes, default=0) // _CUT)
     small = pytree.tree_map_only(Tensor, lambda leaf: leaf[:kept] if leaf.ndim else leaf, batch)
-    # A batch of a class that torch does not know stays as it was.
+    # A batch of a class that torch does not know stays unchanged.
     if len(sizes) != 1 or sizes == {kept} or {leaf.shape[0] for _, leaf in leaves(small) if leaf.ndim} != {kept}:
         raise _NotComparable("it does not fit into memory in fp32, and the batch cannot be cut into samples")
     return attempt._replace(microbatches=[small]), kept
@@ -198,7 +198,7 @@ class _Ran(NamedTuple):
 
 
 class _Runs:
-    """The runs of one check; whatever they write is restored."""
+    """The runs of one check; everything that they write is restored."""
 
     def __init__(
         self, model: nn.Module, attempt: StepInputs, precision: Precision, pair: Pair, include: Sequence[Any]
@@ -266,7 +266,7 @@ def _all_finite(gradients: Mapping[str, Tensor | None]) -> bool:
 
 @contextmanager
 def _host_random_kept() -> Iterator[None]:
-    """Restore Python's and NumPy's generators, so that each run begins with the same states."""
+    """Restore Python's and NumPy's generators, so that each run starts with the same states."""
     numpy, state = sys.modules.get("numpy"), random.getstate()
     its = None if numpy is None else numpy.random.get_state()
     try:
@@ -317,7 +317,7 @@ class _Judge:
         first = [*self._not_finite(), *layers, *self._without_gradient()]
         by_id = {each.id: each for each in reversed(first)}
         refused = [each for each in first if each.severity == "error" and each is by_id[each.id]]
-        # A layer that is off explains what is far from fp32 after it.
+        # A layer that is off explains the distances after it.
         return refused or [each for each in first if each is by_id[each.id]] or self._far()
 
     def _not_finite(self) -> list[Deviation]:
@@ -395,7 +395,7 @@ class _Judge:
         return found
 
     def _lost(self, names: Sequence[str], severity: Severity, fix: str) -> Deviation:
-        # Backward reaches the last one first: what is lost there is lost for those before it.
+        # Backward reaches the last one first: a gradient lost there is lost for those before it.
         name, more = names[-1], f" and {len(names) - 1} more" if len(names) > 1 else ""
         figure, module = self._distances[name].reference, _module_of(name)
         kind = "no gradient" if self._narrow.gradients[name] is None else "a gradient of zeros only"

@@ -155,7 +155,7 @@ class Text(Task):
         return True
 
     def prompt(self, text: str) -> Tensor:
-        """Return the tokens of a prompt; after an empty one, a document begins."""
+        """Return the tokens of a prompt; after an empty one, a document starts."""
         self._known()
         self._tokenizer.encode_special_tokens = True
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids or [self._end]
@@ -249,7 +249,7 @@ class Text(Task):
         self._tokens_per_byte = {s: index.split(s).tokens / max(index.split(s).bytes, 1) for s in ("train", "val")}
 
     def _known(self) -> None:
-        """Read the tokens' index, unless a finished run remembers what is needed of it."""
+        """Read the tokens' index, unless a finished run has recorded its facts."""
         if self._end < 0:
             self._read()
 

@@ -168,7 +168,7 @@ class Remote:
             )
 
     def close(self, journal: Journal) -> None:
-        """Wait for the last upload, at most `checkpoint.remote_wait` seconds, and name what is missing."""
+        """Wait for the last upload, at most `checkpoint.remote_wait` seconds, and name the missing checkpoint."""
         until = time.monotonic() + self.wait
         with self._changed:
             while self._wanted is not None and not self._is_over and time.monotonic() < until:

@@ -140,7 +140,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored from a store."""
+    """The result of a restore from a store."""
 
     name: str | None
     """The checkpoint, or None where the store has none."""
@@ -156,7 +156,7 @@ class Restored:
 
 
 class Damaged(Exception):
-    """A checkpoint in the store that is not what was committed; its text is the reason."""
+    """A checkpoint in the store that differs from its commit; its text is the reason."""
 
 
 def claim(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def _write_commit(store: Store, target: Directory, commit: Commit, lease: Lease)
 
 
 def _open_all(folder: Path, opened: contextlib.ExitStack) -> dict[str, BinaryIO]:
-    """Open all files of a checkpoint: what is open stays readable when retention removes it."""
+    """Open all files of a checkpoint: open files stay readable when retention removes it."""
     return {path.name: opened.enter_context(path.open("rb")) for path in sorted(folder.iterdir())}
 
 
@@ -304,7 +304,7 @@ def _send_once(store: Store, key: str, content: bytes | BinaryIO, size: int) -> 
 
 
 def _beside(folder: Path, state: BinaryIO, opened: contextlib.ExitStack) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Yield the other files that a resume needs, as they were at the checkpoint, in blocks."""
+    """Yield the other files that a resume needs, in their state at the checkpoint, in blocks."""
     state.seek(0)
     sizes: dict[str, int] = strict_json(state.read())["position"]["journal_sizes"]
     for name in BESIDE:
