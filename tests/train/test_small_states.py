@@ -205,6 +205,7 @@ def test_files_of_weights_have_all_bits(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @FORMATS
 def test_saved_by_two_ranks_loaded_by_one_and_back(tmp_path: Path, state: str) -> None:
     more = {"optimizer.state": state, "model.width": 8192, "train.epochs": 3}
@@ -217,9 +218,8 @@ def test_saved_by_two_ranks_loaded_by_one_and_back(tmp_path: Path, state: str) -
         assert any(name.endswith("codes") for name in before)
         alone = fit_on(0, str(tmp_path), "auto", {**more, "checkpoint.every_steps": 1, "train.epochs": 3})
         assert alone["steps"] == 9, alone
-        interrupted(tmp_path, 3)
-        assert two(unequal, str(tmp_path), more) == [[], []]
         interrupted(tmp_path, 6)
+        assert two(unequal, str(tmp_path), more) == [[], []]
         back = two(fit_on, str(tmp_path), "fsdp", more)
         assert back[0]["steps"] == 9, back
     finally:
@@ -254,7 +254,10 @@ def unequal(rank: int, folder: str, more: dict[str, Any]) -> list[str]:
     _, now = pack(State.of(loop.live).optimizers, "optimizers")
     then = moments(Path(folder))
     assert now.keys() == then.keys()
-    return [name for name in then if bits(distributed.whole(now[name])) != bits(then[name])]
+    mine = {name: held.chunk(2) if distributed.is_shard(now[name]) else (held, held) for name, held in then.items()}
+    # Of a parameter of one row, the second rank has nothing.
+    shares = {name: parts[rank] if rank < len(parts) else parts[0][:0] for name, parts in mine.items()}
+    return [name for name, held in shares.items() if bits(distributed.local(now[name])) != bits(held)]
 
 
 def bits(tensor: Tensor) -> bytes:
