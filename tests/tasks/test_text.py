@@ -276,7 +276,7 @@ def test_settings_that_cannot_work_name_what_to_type(model: dict[str, Any], line
 # -- a whole run ------------------------------------------------------------------------------------------------------
 
 
-SHORT = ["train.steps=12", "data.samples=6", "data.vocabulary=400", "data.length=32", "model.width=32", "num_workers=0"]
+SHORT = ["train.steps=12", "data.samples=6", "data.vocabulary=400", "data.length=64", "model.width=32", "num_workers=0"]
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +328,7 @@ def test_throughput_is_reported_in_tokens(run: Path) -> None:
     from halfstep.journal.jsonl import read_events
 
     [epoch] = [event for event in read_events(run / "journal.jsonl") if event["event"] == "epoch"]
-    assert epoch["tokens_per_second"] == pytest.approx(32 * epoch["samples_per_second"])
+    assert epoch["tokens_per_second"] == pytest.approx(64 * epoch["samples_per_second"])
 
 
 def test_an_interrupted_run_goes_on_exactly(run: Path, tmp_path: Path) -> None:
