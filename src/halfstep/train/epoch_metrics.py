@@ -36,6 +36,10 @@ class Progress:
     """Training samples with non-finite values, replaced by others since this epoch began."""
     suspected: list[int] = field(default_factory=list)
     """Such samples found in this epoch. Workers prefetch, so only the end of an epoch is the same place for all."""
+    overflows: int = 0
+    """Steps in a row whose gradients overflowed."""
+    unproved: int = 0
+    """Steps that must be applied before the weights, after failed steps, are called good again."""
 
     def begin_epoch(self) -> set[int]:
         """Return the samples to leave out from now on: all that were found."""

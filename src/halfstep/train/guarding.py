@@ -24,6 +24,7 @@ from halfstep.numbers import first_few, many
 from halfstep.recipe.schema import GuardOptions
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
 from halfstep.step.stepper import Stepper
+from halfstep.train.epoch_metrics import Progress
 from halfstep.train.failed_steps.writing import recording
 
 
@@ -175,7 +176,9 @@ class Guarding:
         """A callback with the attempt of the weights that the guard rolled back."""
         self.applied_at = 0
         """The attempt that made the present weights."""
-        self._applied = self._overflows = self._unproved = 0
+        self._applied = 0
+        self.progress = Progress()
+        """The position of the run, which holds what a resume needs of the alarm."""
         self.guilty: list[int] = []
         """The samples with non-finite values, of the last step that had any."""
 
@@ -187,9 +190,6 @@ class Guarding:
         if self.guardian is not None and checkpoint:
             self.guardian.taken_up_from(checkpoint)
         self.applied_at, self._applied = attempt, self._stepper.counts.applied
-        # The checkpoint was taken while steps failed: its weights have yet to prove themselves.
-        if self.guardian is not None and self.guardian.in_trouble:
-            self._unproved = PROOF
 
     def handle_events(self, report: StepReport, guilty: Sequence[int], ended: Diverged | None = None) -> None:
         """Handle the events of a step after the step itself was written to the journal; then raise `ended`, if given.
@@ -203,13 +203,14 @@ class Guarding:
         if ended is not None:
             raise ended
         # Single overflows are how a dynamic loss scale finds its value.
-        self._overflows = self._overflows + 1 if report.reason == GRADIENT_OVERFLOW else 0
+        progress = self.progress
+        progress.overflows = progress.overflows + 1 if report.reason == GRADIENT_OVERFLOW else 0
         if report.applied:
             suspect = self.guardian is not None and self.guardian.in_trouble
-            self._unproved, self.applied_at = PROOF if suspect else max(0, self._unproved - 1), report.attempt
+            progress.unproved, self.applied_at = PROOF if suspect else max(0, progress.unproved - 1), report.attempt
         # Non-finite samples explain a failed step: the weights are then not in doubt.
-        elif self._overflows >= OVERFLOWS or (not guilty and report.reason in _ALARMING):
-            self._unproved = PROOF
+        elif progress.overflows >= OVERFLOWS or (not guilty and report.reason in _ALARMING):
+            progress.unproved = PROOF
         applied = self._stepper.counts.applied
         # Applied steps are fewer only after a rollback.
         if applied < self._applied:
@@ -219,7 +220,7 @@ class Guarding:
     @property
     def alarmed(self) -> bool:
         """Return whether the weights may be corrupt: steps failed, and neither data nor loss scale explains it."""
-        return self.guardian is not None and self._unproved > 0
+        return self.guardian is not None and self.progress.unproved > 0
 
     @property
     def remedies(self) -> Remedies:

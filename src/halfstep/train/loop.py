@@ -130,7 +130,7 @@ class Loop:
         self.guarding, self.stopping, self._beat = guarding, stopping, beat
         self._reduction = ReductionNotes(recipe.world, parts.stepper, journal)
         # After a rollback, checkpoints of the abandoned steps must not be resumed from.
-        guarding.rolled_back = self.checkpoints.set_aside
+        guarding.rolled_back, guarding.progress = self.checkpoints.set_aside, self.progress
         self.planned = planned_steps(recipe, train.steps_per_epoch)
         self.epochs = -(-self.planned // train.steps_per_epoch)
         # Evaluation batches have the size of a micro-batch: this is their number in steps.

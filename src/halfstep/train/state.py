@@ -304,10 +304,12 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> R
     Raises StateMismatch where something differs that was not accepted, and BadData for an invalid state.
     """
     now = State.of(live)
-    # Those of earlier versions lack the order of the samples.
+    # Those of earlier versions lack the order of the samples and the guard's alarm.
     saved = replace(saved, auto_choices=AutoChoices.from_dict(saved.auto_choices).as_dict())
     changed = changes(saved.recipe, live.recipe)
     same_keys("the position", ["progress", "bad_samples", "data_fingerprint", "journal_sizes"], saved.position)
+    progress = {"overflows": 0, "unproved": 0, **saved.position["progress"]}
+    saved = replace(saved, position={**saved.position, "progress": progress})
     data = different(Fingerprint.from_dict(saved.position["data_fingerprint"]), live.data_fingerprint)
     if data and DATA not in accepted:
         raise _other_data(data, [str(one) for one in changed if one.key in PLACES])
@@ -322,7 +324,7 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> R
         saved = replace(saved, lr_schedulers=_moved_lr_schedulers(live, now, saved))
     if data:
         # The state without quarantined samples: their numbers belong to other samples now.
-        progress = {**saved.position["progress"], "quarantined": [], "suspected": []}
+        progress = {**progress, "quarantined": [], "suspected": []}
         saved = replace(saved, position={**saved.position, "progress": progress})
     _check_precision(now, saved)
     _check_weights(live, now, saved)
