@@ -21,7 +21,7 @@ from tests.support.troubled import rate_times
 
 ID = "F12"
 WHAT = "a learning rate 10,000 times too high ends the run with 80 within 20 steps; its last good checkpoint stays"
-SEEDS = {False: 2, True: 10}
+SEEDS = {False: 1, True: 10}
 TIMES, WITHIN, GAVE_UP = 1e4, 20, 80
 MODES = ("watch", "repair")
 SETTINGS: dict[str, Any] = {"train.steps": 120, "guard.spikes": "refuse", "checkpoint.keep": 3}

@@ -15,9 +15,9 @@ WHAT = "a save that ends anywhere, by a kill or a loss of power, leaves the old 
 
 def run(full: bool) -> Outcome:
     counts: Counter[str] = Counter()
-    for ranks in (1, 2):
-        for tell in (_first_ones, _later_ones):
-            counts += outcomes(tell, ranks)
+    every = [(tell, ranks) for ranks in (1, 2) for tell in (_first_ones, _later_ones)]
+    for tell, ranks in every if full else [(_first_ones, 1), (_later_ones, 2)]:
+        counts += outcomes(tell, ranks)
     return outcome(counts)
 
 

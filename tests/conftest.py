@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from tests.support.cpu import described_with_bf16
@@ -32,7 +32,7 @@ from tests.support import curves
 from tests.support.chromium import MISSING, Chromium, program
 from tests.support.forked_python import STARTING_PYTHON, SUBPROCESS
 from tests.support.preloaded import server
-from tests.support.quick import Quick, Stopwatch
+from tests.support.quick import Quick, Stopwatch, long_files
 from tests.support.ranks import Ranks
 
 # Several workers with several threads each would fight over the cores.
@@ -62,8 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # One worker takes a file: begun last, the longest would keep one of them busy while the other waits.
-    items.sort(key=lambda item: item.path.name != "test_faults.py")
+    # One worker takes a file: started last, a long one would keep it busy while the others wait.
+    long = long_files()
+    items.sort(key=lambda item: (item.path.name != "test_faults.py", item.path not in long))
     if not config.getoption("--full"):
         for item in items:
             if item.get_closest_marker("full"):
@@ -72,6 +73,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("wording"):
                 item.add_marker(pytest.mark.skip(reason=_WORDING))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector away from modules and tests: none of them goes away, and they are most of the heap."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

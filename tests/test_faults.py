@@ -104,7 +104,7 @@ FOR_FULL = ("F18", "F21", "F22", "F32", "F33", "F38", "F44", "F49")
 def test_a_row_holds(name: str) -> None:
     outcome = ROWS[name].run(False)
     assert runner.held(outcome), outcome
-    assert outcome.n >= {"F01": 100, "F02": 40, "F03": 25}.get(name, 1)
+    assert outcome.n >= {"F01": 100, "F02": 40, "F03": 25, "F07": 25, "F08": 9}.get(name, 1)
 
 
 def _wasteful(full: bool) -> dict[str, tuple[bool, float]]:
@@ -129,7 +129,7 @@ def test_attacks_that_take_memory_are_seen_whatever_this_process_took_before(mon
     assert outcome.passed == 0
 
 
-@pytest.mark.parametrize("name", ["F01", "F02"])
+@pytest.mark.parametrize("name", [pytest.param("F01", marks=pytest.mark.full), "F02"])
 def test_a_check_that_makes_a_file_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     real = names.read_flags

@@ -108,10 +108,14 @@ def test_checkpoints_that_are_always_gone_end_the_search(run: Path, monkeypatch:
 # -- pipes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["task.json", "result.json", "journal.jsonl"])
-def test_a_pipe_holds_up_no_export(run: Path, tmp_path: Path, name: str) -> None:
-    (run / name).unlink(missing_ok=True)
-    os.mkfifo(run / name)
+READ = ("task.json", "result.json", "journal.jsonl")
+
+
+@pytest.mark.parametrize("names", [READ, *(pytest.param((name,), marks=pytest.mark.full) for name in READ)])
+def test_a_pipe_holds_up_no_export(run: Path, tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
     for which in ("best", "checkpoint"):
         out = tmp_path / f"{which}.safetensors"
         assert halfstep("export", run, "--weights", which, "--out", out).exit_code == 0
@@ -167,7 +171,7 @@ def test_every_character_can_be_printed() -> None:
 # -- what is exported -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["best", "last", "checkpoint"])
+@pytest.mark.parametrize("which", ["best", *(pytest.param(w, marks=pytest.mark.full) for w in ("last", "checkpoint"))])
 def test_the_same_weights_are_the_same_bytes(run: Path, tmp_path: Path, which: str) -> None:
     files = [tmp_path / f"{n}.safetensors" for n in range(2)]
     for file in files:

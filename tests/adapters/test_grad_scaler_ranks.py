@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
 from halfstep.errors import WrongUse
+from tests.support.combinations import one_per_value
 from tests.support.digest import digest_of
 from tests.support.models import buffered_model, plain_model
 from tests.support.ranks import Ranks
@@ -80,9 +81,11 @@ def one_rank_sees_it(rank: int, poison: str, precision: str, fused: bool) -> dic
     }
 
 
-@pytest.mark.parametrize("poison", ["loss", "gradient", "buffer"])
-@pytest.mark.parametrize(("precision", "fused"), [("fp16", False), ("fp16", True), ("bf16", False)])
-def test_what_one_rank_sees_skips_the_step_on_all(on_ranks: Ranks, poison: str, precision: str, fused: bool) -> None:
+@pytest.mark.parametrize(
+    *one_per_value(poison=["loss", "gradient", "buffer"], step=[("fp16", False), ("fp16", True), ("bf16", False)])
+)
+def test_what_one_rank_sees_skips_the_step_on_all(on_ranks: Ranks, poison: str, step: tuple[str, bool]) -> None:
+    precision, fused = step
     first, second = on_ranks(one_rank_sees_it, poison, precision, fused)
     overflow = "gradient_overflow" if precision == "fp16" else "gradient_not_finite"
     reason = {"loss": "loss_not_finite", "gradient": overflow, "buffer": "buffer_not_finite"}[poison]

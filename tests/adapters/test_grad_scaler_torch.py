@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep.errors import StateMismatch
+from tests.support.combinations import pairwise
 from tests.support.digest import digest_of
 from tests.support.models import plain_model
 
@@ -70,10 +71,7 @@ class Run:
         return digest_of(self.model.state_dict(), [optimizer.state_dict() for optimizer in self.optimizers])
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(*pairwise(kind=OPTIMIZERS, accumulate=[1, 3], several=[False, True], clip=[False, True]))
 def test_the_same_bits_as_torch(kind: str, accumulate: int, several: bool, clip: bool) -> None:
     options = {"several": several, "accumulate": accumulate, "clip": clip}
     # A scale that is no power of two: dividing by it is not multiplying by its inverse.

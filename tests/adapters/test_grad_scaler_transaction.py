@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import halfstep
 from halfstep.errors import WrongUse
+from tests.support.combinations import pairwise
 from tests.support.digest import digest_of
 from tests.support.models import Writes, buffered_model
 
@@ -109,9 +110,9 @@ def expected(poison: str, precision: str) -> str:
     return {"loss": "loss_not_finite", "gradient": overflow, "buffer": "buffer_not_finite"}[poison]
 
 
-@pytest.mark.parametrize("poison", ["loss", "gradient", "buffer"])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    *pairwise(kind=OPTIMIZERS, precision=["fp16", "bf16", "fp32"], poison=["loss", "gradient", "buffer"])
+)
 def test_a_skip_changes_nothing(kind: str, precision: str, poison: str) -> None:
     # With and without accumulation and clipping, in turns.
     turn = list(OPTIMIZERS).index(kind) + ["loss", "gradient", "buffer"].index(poison)
@@ -137,9 +138,13 @@ def test_a_skip_changes_nothing(kind: str, precision: str, poison: str) -> None:
     }.get((precision, poison), 1.0)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("kind", ["sgd_momentum_fused", "adamw", "muon_and_adamw"])
+@pytest.mark.parametrize(
+    *pairwise(
+        kind=["sgd_momentum_fused", "adamw", "muon_and_adamw"],
+        precision=["fp16", "bf16", "fp32"],
+        accumulate=[1, 2, 3],
+    )
+)
 def test_training_goes_on_as_if_the_bad_batch_had_not_been(kind: str, precision: str, accumulate: int) -> None:
     with_bad, without = (Loop(OPTIMIZERS[kind], precision, accumulate=accumulate, clip=0.5) for _ in range(2))
     for step in range(5):

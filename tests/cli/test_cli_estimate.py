@@ -301,7 +301,7 @@ def test_a_deep_model_takes_few_ledgers_and_is_built_once(own: str) -> None:
     import importlib
 
     before = time.process_time()
-    report = report_of(f"{own}:many_modules", "--device", "t4")
+    report = report_of(f"{own}:many_modules", "--device", "t4", "--precision", "fp16")
     assert time.process_time() - before < 60
     assert len(importlib.import_module(own).built) <= 2
     (page,) = report["devices"]

@@ -1,17 +1,11 @@
-"""The rows of the fault matrix that are about data, in their small form."""
+"""A row of the fault matrix that is about data can fail; tests/test_faults.py runs them all."""
 
 from __future__ import annotations
 
 import pytest
 
-from faults import f07_corrupt_images, f08_bombs
-from faults.outcome import Outcome
+from faults import f07_corrupt_images
 from halfstep.data import dataset
-
-
-def test_damaged_images_are_held() -> None:
-    outcome = f07_corrupt_images.run(full=False)
-    assert outcome == Outcome(25, 25, "none")
 
 
 def test_the_row_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,8 +15,3 @@ def test_the_row_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset, "derive", lambda *parts: random.SystemRandom().getrandbits(60))
     outcome = f07_corrupt_images.run(full=False)
     assert outcome.passed < outcome.n
-
-
-def test_bombs_are_held() -> None:
-    outcome = f08_bombs.run(full=False)
-    assert outcome.passed == outcome.n == 9, outcome.worst

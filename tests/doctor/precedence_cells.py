@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -269,15 +268,15 @@ def observe_here(tool: str, chosen: Iterable[Cell]) -> list[str]:
 
 def observe(chosen: dict[str, list[Cell]], folder: Path) -> dict[str, list[str]]:
     """Return the same for cells of several tools, from a process of its own that keeps files in `folder`."""
+    from tests.support import forked_python
+
     root = Path(__file__).parents[2]
     # No file in accelerate's own place, and no variable of this process.
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "PL_", "LT_"))}
     path = os.pathsep.join([str(root / "src"), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**kept, "HF_HOME": str(folder / "hf"), "PYTHONPATH": path}
     words = [sys.executable, "-m", "tests.doctor.precedence_cells"]
-    done = subprocess.run(
-        words, input=json.dumps(chosen), env=environment, cwd=folder, capture_output=True, text=True, check=False
-    )
+    done = forked_python.run(words, input=json.dumps(chosen), env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return found

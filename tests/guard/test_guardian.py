@@ -19,6 +19,7 @@ from halfstep.guard.monitors.monitors import Meters
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import FailedStep, GuardEvent
 from halfstep.step.loss import DynamicScale
+from tests.support.combinations import one_per_value
 from tests.support.digest import digest_of, digest_of_run
 from tests.support.models import buffered_model, plain_model
 
@@ -264,10 +265,15 @@ def test_a_start_scale_that_is_far_too_high_is_told_once_and_forgiven() -> None:
 
 
 @pytest.mark.wording
-@pytest.mark.parametrize(("mode", "spikes"), [("watch", "refuse"), ("repair", "refuse"), ("repair", "warn")])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("seed", range(10))
-def test_a_learning_rate_that_explodes_is_given_up_soon(mode: str, spikes: Any, precision: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    *one_per_value(
+        guards=[("watch", "refuse"), ("repair", "refuse"), ("repair", "warn")],
+        precision=["bf16", "fp32"],
+        seed=range(10),
+    )
+)
+def test_a_learning_rate_that_explodes_is_given_up_soon(guards: tuple[Any, Any], precision: str, seed: int) -> None:
+    mode, spikes = guards
     torch.manual_seed(seed)
     guardian, _ = guarded(precision, mode=mode, model=plain_model(seed), limits=Limits(spikes=spikes))
     (optimizer,) = guardian.stepper.optimizers.values()

@@ -15,6 +15,7 @@ from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged, UnknownName, WrongUse
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import GuardEvent
+from tests.support.combinations import one_per_value
 
 Batch = tuple[Tensor, Tensor]
 
@@ -137,8 +138,7 @@ def test_the_budget_of_skips_is_not_spent_on_spikes() -> None:
     assert [reason == "guard:spike" for reason in reasons] == [factor > 1 for factor in factors]
 
 
-@pytest.mark.parametrize("mode", ["watch", "repair"])
-@pytest.mark.parametrize("spikes", ["warn", "refuse"])
+@pytest.mark.parametrize(*one_per_value(mode=["watch", "repair"], spikes=["warn", "refuse"]))
 def test_losses_that_become_scattered_over_decades_end_no_run(mode: str, spikes: str) -> None:
     draw = random.Random(7)
     guardian, _ = guarded(mode, spikes=spikes)

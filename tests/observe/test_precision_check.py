@@ -369,6 +369,7 @@ def test_a_compiled_model_compiles_once_and_only_once(compiled: dict[str, int], 
     assert stepper.observed.share == 1.0
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 def test_inductor_compiles_once_with_observation_on(compiled: dict[str, int]) -> None:
     from torch._dynamo.utils import counters

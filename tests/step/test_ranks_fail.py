@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from halfstep import Stepper
+from tests.support.combinations import pairwise
 from tests.support.failing import PLACES, attempted, batches, local_digest, loss, stepper_for
 from tests.support.ranks import Ranks
 
@@ -72,9 +73,7 @@ def check(found: list[dict[str, Any]], error: str, words: str) -> None:
 
 
 @pytest.mark.wording
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("buffers", [False, True], ids=["plain", "buffers"])
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+@pytest.mark.parametrize(*pairwise(kind=["DDP", "FSDP2"], buffers=[False, True], place=PLACES))
 def test_one_rank_fails_and_training_goes_on(ranks: Ranks, kind: str, buffers: bool, place: str) -> None:
     check_that_training_goes_on(ranks(one_fails, kind, buffers, place), kind, place)
 
@@ -96,9 +95,7 @@ def check_that_training_goes_on(found: list[dict[str, Any]], kind: str, place: s
 
 
 @pytest.mark.wording
-@pytest.mark.parametrize("bad", [0, 1, 2])
-@pytest.mark.parametrize("place", ["after the model", "in backward"])
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+@pytest.mark.parametrize(*pairwise(kind=["FSDP2", "DDP"], place=["in backward", "after the model"], bad=[0, 1, 2]))
 def test_a_micro_batch_of_a_window_fails(ranks: Ranks, kind: str, place: str, bad: int) -> None:
     found = ranks(one_fails, kind, True, place, 3, bad)
     # Before this window there was none of several micro-batches: which gathers its backward has, nobody has seen.
@@ -118,7 +115,9 @@ def test_the_very_first_window_fails_under_ddp(ranks: Ranks, place: str) -> None
 
 
 @pytest.mark.wording
-@pytest.mark.parametrize("place", ["before the model", "in forward", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "place", ["in forward", *(pytest.param(place, marks=pytest.mark.full) for place in ("before the model", "Ctrl-C"))]
+)
 def test_the_very_first_window_fails_under_fsdp2_and_the_group_is_lost(ranks: Ranks, place: str) -> None:
     found = ranks(one_fails, "FSDP2", True, place, first=True)
     ranks.stop()  # the group cannot be used, as every rank says

@@ -20,6 +20,7 @@ import halfstep
 from halfstep import Stepper, Window
 from halfstep.errors import HalfstepError, RankFailed, WrongUse
 from halfstep.step.objective import Votes
+from tests.support.combinations import pairwise
 from tests.support.digest import digest_of
 from tests.support.failing import Unreadable, batches, local_digest, loss, stepper_for
 from tests.support.ranks import Ranks
@@ -74,9 +75,7 @@ def uneven(rank: int, kind: str, name: str, microbatches: int) -> tuple[list[lis
     return seen, digest_of({n: p.full_tensor() if kind == "FSDP2" else p for n, p in stepper.model.named_parameters()})
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", list(LOSSES))
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+@pytest.mark.parametrize(*pairwise(kind=["DDP", "FSDP2"], name=LOSSES, microbatches=[1, 2]))
 def test_ranks_without_a_batch_add_nothing(four: Ranks, kind: str, name: str, microbatches: int) -> None:
     whole = stepper_for("alone", buffers=False)
     expected = [whole.step(LOSSES[name], examples(step)) for step in range(3)]

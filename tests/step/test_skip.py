@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from halfstep import Ema, Stepper, Window
 from halfstep.precision.precision import precision_named
+from tests.support.combinations import pairwise
 from tests.support.digest import digest_of_run
 from tests.support.models import buffered_model
 
@@ -61,17 +62,10 @@ def expected_reason(kind: str, precision: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "clean_steps"),
-    [
-        pytest.param(1, 9, id="1-tenth"),
-        pytest.param(4, 0, id="4-first"),
-        pytest.param(1, 0, id="1-first", marks=pytest.mark.full),
-        pytest.param(4, 9, id="4-tenth", marks=pytest.mark.full),
-    ],
+    *pairwise(
+        precision=["fp32", "bf16", "fp16"], optimizer=OPTIMIZERS, kind=FAULTS, microbatches=[1, 4], clean_steps=[9, 0]
+    )
 )
-@pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_nothing_moves(precision: str, optimizer: str, kind: str, microbatches: int, clean_steps: int) -> None:
     model = buffered_model()
     fault = Fault(kind, model)

@@ -1,8 +1,8 @@
 """`scripts/test --quick`: the tests nearest to a change by the graph of imports, as many as two minutes hold.
 
 A test file is as far from a change as the shortest way from it, import by import, to a file that was changed. The
-nearest are run first; `tests/durations.json` says how long each takes, without the tests marked `ranks` and `slow`.
-`scripts/test --record-durations` writes it anew.
+nearest are run first; `tests/durations.json` says how long each takes, without the tests marked `ranks` and `slow`
+(`seconds`) and with them (`all_seconds`). `scripts/test --record-durations` writes it anew.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ IMPORT = re.compile(r"^[ \t]*(?:from ([\w.]+) import (\([^)]*\)|[^\n]*)|import (
 LEFT_OUT = ("ranks", "slow", "full", "gpu")
 UNKNOWN = 5.0
 """Seconds for a file that was never timed."""
+LONG = 10.0
+"""Seconds of a file that should not be the last one of its worker."""
+
+
+def long_files() -> set[Path]:
+    """Return the test files that take a worker longer than LONG, with all tests of CI."""
+    return {ROOT / name for name, taken in json.loads(DURATIONS.read_text())["all_seconds"].items() if taken > LONG}
 
 
 def changed_files(since: str) -> list[Path]:
@@ -124,11 +131,16 @@ class Stopwatch:
     def __init__(self, command: str) -> None:
         self.command = command
         self.seconds: dict[str, float] = defaultdict(float)
+        self.all_seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        self.all_seconds[file] += report.duration
         if not any(name in report.keywords for name in LEFT_OUT):
-            self.seconds[report.nodeid.partition("::")[0]] += report.duration
+            self.seconds[file] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        kept = {name: round(value, 1) for name, value in sorted(self.seconds.items())}
-        DURATIONS.write_text(json.dumps({"command": self.command, "seconds": kept}, indent=1) + "\n")
+        kept: dict[str, object] = {"command": self.command}
+        for key, found in (("seconds", self.seconds), ("all_seconds", self.all_seconds)):
+            kept[key] = {name: round(value, 1) for name, value in sorted(found.items())}
+        DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")

@@ -17,6 +17,7 @@ from halfstep.precision.precision import precision_named
 from halfstep.tasks.diffusion import Diffusion
 from halfstep.tasks.models.latent.model import Condition, LatentDiffusion
 from halfstep.tasks.models.latent.noise import divergence, reconstruction
+from tests.support.combinations import one_per_value
 from tests.tasks.made import batch_of, made
 
 CPU = torch.device("cpu")
@@ -82,19 +83,19 @@ def test_uneven_steps_are_ddpms() -> None:
     assert diffusion(sample_steps=60, sampler="ddpm").recipe.model.sample_steps == 60
 
 
-@pytest.mark.parametrize(
-    ("model", "data"),
-    [
-        ({"stage": "autoencoder"}, {}),
-        ({"stage": "both", "condition": "none"}, {}),
-        ({"stage": "both", "prediction": "v", "layers": 2, "attention_levels": 0}, {}),
-        ({**PIXELS, "condition": "class"}, {}),
-        ({**PIXELS, "condition": "image", "condition_width": 4}, MAPS),
-        ({"stage": "both", "condition": "image", "condition_width": 4}, MAPS),
-    ],
-)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_every_stage_and_condition_takes_steps(model: dict[str, Any], data: dict[str, Any], precision: str) -> None:
+STAGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"stage": "autoencoder"}, {}),
+    ({"stage": "both", "condition": "none"}, {}),
+    ({"stage": "both", "prediction": "v", "layers": 2, "attention_levels": 0}, {}),
+    ({**PIXELS, "condition": "class"}, {}),
+    ({**PIXELS, "condition": "image", "condition_width": 4}, MAPS),
+    ({"stage": "both", "condition": "image", "condition_width": 4}, MAPS),
+]
+
+
+@pytest.mark.parametrize(*one_per_value(stage=STAGES, precision=["fp32", "bf16", "fp16"]))
+def test_every_stage_and_condition_takes_steps(stage: tuple[dict[str, Any], dict[str, Any]], precision: str) -> None:
+    model, data = stage
     task = diffusion(data, {"min_snr": 5.0}, **model)
     net = model_of(task)
     stepper = Stepper(net, torch.optim.AdamW(net.parameters(), 1e-3), precision=precision_named(precision))

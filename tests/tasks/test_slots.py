@@ -21,6 +21,7 @@ from halfstep.tasks.models.slots.model import COOLING
 from halfstep.tasks.slots import owners
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.task import Task
+from tests.support.combinations import one_per_value
 from tests.support.digest import digest_of_run
 from tests.tasks.made import batch_of, made
 
@@ -44,8 +45,7 @@ def loss_of(task: Task, model: nn.Module, batch: Sample, seed: int = 1) -> torch
     return loss
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(*one_per_value(decoder=DECODERS, precision=PRECISIONS))
 def test_it_trains_in_every_precision(decoder: str, precision: str) -> None:
     """The stepper itself refuses a step that did not run in the precision asked for."""
     task = of(decoder)
@@ -301,7 +301,7 @@ def test_impossible_recipes(sections: dict[str, dict[str, Any]], words: str) -> 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("decoder", [pytest.param("broadcast", marks=pytest.mark.full), "autoregressive"])
 def test_it_is_compiled_in_one_piece(decoder: str) -> None:
     """Traced, and run as it was traced: what a kernel makes of it is torch's."""
     task = of(decoder)

@@ -15,6 +15,7 @@ from halfstep.checkpoint.reading import newest_intact
 from halfstep.errors import BadData, Diverged, StateMismatch, Stopped
 from halfstep.train.loop import Loop
 from halfstep.train.resume import find
+from tests.support.combinations import one_per_value
 from tests.support.digest import digest_of
 from tests.support.tiny_task import Tiny
 from tests.support.troubled import InOneModule, InTheLoss, before_steps, every_loop, fit, rate_times
@@ -204,8 +205,7 @@ def test_cures_that_no_guard_placed_are_refused(tmp_path: Path, made_up: Any) ->
 
 
 @pytest.mark.wording
-@pytest.mark.parametrize("mode", ["watch", "repair"])
-@pytest.mark.parametrize("onset", [24, 25, 26])
+@pytest.mark.parametrize(*one_per_value(onset=[24, 25, 26], mode=["watch", "repair"]))
 def test_the_last_good_checkpoint_stays_the_newest(tmp_path: Path, onset: int, mode: str) -> None:
     """The rate is too high from `onset` on, and every fifth step is saved: the twenty-fifth is a bad one, or not."""
     with every_loop(rate_times(1e5, since=onset)), pytest.raises(Diverged) as caught:

@@ -25,6 +25,7 @@ from halfstep.train.epoch_metrics import EpochMetrics
 from halfstep.train.resume_proof import Build, first_difference, prove
 from halfstep.train.run import make_loop
 from halfstep.train.state import COMPONENTS, State
+from tests.support.combinations import one_per_value
 from tests.support.tiny_task import Tiny
 
 RECIPE = """
@@ -91,8 +92,7 @@ def scratch(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("steps", [1, 3, 4, 8])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(*one_per_value(steps=[1, 3, 4, 8], precision=["fp32", "fp16"]))
 def test_a_run_that_keeps_its_randomness_is_equal(tmp_path: Path, steps: int, precision: str) -> None:
     made = recipe(tmp_path, Dropping, precision=precision)
     heard: list[tuple[int, int]] = []

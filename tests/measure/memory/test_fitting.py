@@ -127,9 +127,16 @@ def _raise(error: Exception) -> int:
     raise error
 
 
-@pytest.mark.parametrize(("precision", "sizes"), [("fp32", range(1, 14)), ("bf16", (1, 8, 9, 10, 13))])
+@pytest.mark.parametrize(
+    ("precision", "sizes"),
+    [
+        ("fp32", (1, 5, 8, 9, 10, 13)),
+        ("bf16", (8, 9, 10)),
+        *(pytest.param(precision, range(1, 14), marks=pytest.mark.full) for precision in ("fp32", "bf16")),
+    ],
+)
 def test_every_smaller_batch_of_a_real_model_fits_and_no_larger_one(precision: str, sizes: Sequence[int]) -> None:
-    """All sizes, one by one, with the ledgers of a GPU; in bf16 those at both sides of the limit."""
+    """With the ledgers of a GPU, at both sides of the limit; all sizes, one by one, with --full."""
     target = device_named("4GB")
 
     def on(make: Callable[[], Case], setting: StepSetting) -> Ledger:

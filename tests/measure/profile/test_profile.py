@@ -26,7 +26,7 @@ HERE = "benchmarks.profile_situations"
     ("situation", "precision", "cause"),
     [
         ("slow_dataset", "bf16", "slow-data"),
-        ("half_convolutions", "fp16", "reference-kernels"),
+        pytest.param("half_convolutions", "fp16", "reference-kernels", marks=pytest.mark.full),
         pytest.param("recompiling", "bf16", "recompiling", marks=pytest.mark.full),
     ],
 )
@@ -90,7 +90,9 @@ def nothing_to_read() -> Any:
 
 
 @pytest.mark.wording
-@pytest.mark.parametrize("name", ["nothing_opens", "nothing_trains", "nothing_to_read"])
+@pytest.mark.parametrize(
+    "name", ["nothing_opens", *(pytest.param(n, marks=pytest.mark.full) for n in ("nothing_trains", "nothing_to_read"))]
+)
 def test_what_cannot_be_opened_is_told_in_three_parts(name: str) -> None:
     with pytest.raises(WrongUse) as told:
         profile(Subject(f"tests.measure.profile.test_profile:{name}"), precision="bf16", seconds=1)
