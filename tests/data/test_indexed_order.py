@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from halfstep.data.dataset import Order, RankShare
-from halfstep.data.order import FEW, EpochWindows, FeistelOrder, Permutation, SavedOrder, WindowOrder
+from halfstep.data.order import FEW, FeistelOrder, Permutation, SavedOrder, WindowOrder
 
 WINDOWS = [(8, 4), (16, 1), (64, 16), (1, 300), (7, 13), (50, 2)]
 """Samples of a chunk, and chunks that are open at once."""
@@ -54,7 +54,7 @@ def once_and_the_fill(order: Order, batch: int) -> bool:
 
 
 def test_every_sample_once_and_the_fill() -> None:
-    for number, (size, batch) in enumerate(sizes()):
+    for number, (size, batch) in enumerate(sizes()[::7]):
         window = WINDOWS[number % len(WINDOWS)]
         assert once_and_the_fill(WindowOrder(size, 3, batch, *window), batch), (size, batch, window)
         assert once_and_the_fill(FeistelOrder(size, 3), batch), (size, batch)
@@ -65,6 +65,7 @@ def test_every_sample_once_and_the_fill() -> None:
 def test_every_sample_once_with_each_window(window: tuple[int, int]) -> None:
     for size, batch in sizes():
         assert once_and_the_fill(WindowOrder(size, 3, batch, *window), batch), (size, batch, window)
+        assert once_and_the_fill(FeistelOrder(size, 3), batch), (size, batch)
 
 
 @pytest.mark.full
@@ -138,15 +139,14 @@ def test_a_saved_order_gives_the_same_one() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_chunks_are_announced_before_their_samples_are_read_and_once(ranks: int) -> None:
-    order = WindowOrder(20_000, 2, 64, 16, 256)
+    order = WindowOrder(5_000, 2, 16, 16, 64)
     for rank in range(ranks):
-        share = RankShare(64 // ranks, 1, rank, ranks, neighboring=True)
+        share = RankShare(16 // ranks, 1, rank, ranks, neighboring=True)
         numbers = order.numbers(1)
-        assert isinstance(numbers, EpochWindows)
         opened: set[int] = set()
         outside = used = 0
         most = 0
-        for chunks, batch in zip(numbers.openings(share, 0), share.batches(numbers), strict=True):
+        for chunks, batch in zip(order.openings(1, share, 0), share.batches(numbers), strict=True):
             for start, stop in chunks:
                 assert start not in opened, "a chunk is announced once an epoch"
                 assert stop - start == 16
@@ -156,14 +156,14 @@ def test_chunks_are_announced_before_their_samples_are_read_and_once(ranks: int)
             most = max(most, len(opened) - used // 16)
         assert outside / used < 0.06, "only the ends of lanes, which are no whole chunks, are not announced"
         assert (len(opened) * 16 + outside) / used < 1.05
-        assert most <= 2 * 256 / ranks + order.lanes, "no more is open than two windows"
+        assert most <= 2 * 64 / ranks + order.lanes, "no more is open than two windows"
 
 
 def test_ranks_read_chunks_of_their_own() -> None:
-    order = WindowOrder(20_000, 2, 64, 16, 256)
+    order = WindowOrder(5_000, 2, 16, 16, 64)
     chunks = []
     for rank in range(4):
-        found = batches(order, RankShare(16, 1, rank, 4, neighboring=True), None)
+        found = batches(order, RankShare(4, 1, rank, 4, neighboring=True), None)
         chunks.append({number // 16 for batch in found for number in batch})
     shared = sum(map(len, chunks)) - len(set.union(*chunks))
     assert shared <= 2 * order.lanes
@@ -181,7 +181,7 @@ def test_a_sorted_set_is_mixed_as_it_says() -> None:
     random = np.random.default_rng(0)
     for window in (1, 16):
         order = WindowOrder(size, 1, batch, 16, window * batch)
-        numbers, steps = order.numbers(1), random.choice(size // batch - 2, 40, replace=False).tolist()
+        numbers, steps = order.numbers(1), random.choice(size // batch - 2, 20, replace=False).tolist()
         each = [numbers[torch.arange(step * batch, (step + 1) * batch)].numpy() for step in steps]
         z = np.mean([z_of(one * classes // size, classes) for one in each])
         assert abs(z - order.mixing(classes)) < 0.6, window

@@ -13,12 +13,15 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli import main
 from halfstep.cli.recipes import shipped
+from halfstep.data.shard_index import write_index
+from halfstep.data.shards import shards_at
 from halfstep.json_data import json_data
 from halfstep.recipe.explain import pages
 from halfstep.recipe.names import read_flags
 from halfstep.recipe.resolve import Resolved, resolve
-from halfstep.recipe.sources import read_recipe, recipe_names
+from halfstep.recipe.sources import read_recipe, recipe_names, recipe_text
 from halfstep.runs.registry import task_class, task_schemas
+from tests.support.indexed_task import write_shards
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,6 +101,31 @@ def test_one_setting_is_explained_alone() -> None:
     assert done.output.splitlines()[0] == "optimizer.lr"
     assert "a number above 0" in done.output
     assert "did you mean 'optimizer.lr'" in call("explain", "unet", "optimizer.lrr").output
+
+
+def test_the_order_of_shards_is_explained_once_they_have_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = tmp_path / "set"
+    for part in ("train", "val"):
+        write_shards(data / part, 2, 60)
+    refused = call("explain", "cifar10", str(data))
+    assert (refused.exit_code, f"halfstep data index {data / 'train'}" in refused.output) == (65, True)
+    write_index(data / "train", shards_at(data / "train"), lambda done, of: None)
+    # imagenet100 reads folders, and would read shards with data.name=shards.
+    for recipe in ("cifar10", "imagenet100"):
+        said = json.loads(call("explain", recipe, str(data), "--json").output)
+        assert said["order"]["order"] == {"name": "randperm", "chunk": 0, "window": 0}
+        assert said["order"]["mixing"] == 0.0
+        assert 1.0 < said["order"]["read_ratio"] < 9.0, "tar headers next to tiny images"
+    window = tmp_path / "window.yaml"
+    window.write_text(recipe_text("cifar10")[1].replace("  name: shards", "  name: shards\n  window: 3"))
+    said = json.loads(call("explain", str(window), str(data), "--json").output)["order"]
+    assert said["order"] == {"name": "windows", "chunk": 120, "window": 3}
+    words = " ".join(call("explain", str(window), str(data)).output.split())
+    assert "order: 1 chunk of 120 samples open at once" in words
+    assert "bytes for each byte of a sample; z 0.0 of a step's classes" in words
 
 
 def test_a_copy_never_overwrites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import signal
 import tarfile
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,9 +76,14 @@ class Indexed(Task):
         return F.cross_entropy(model(batch["image"]), batch["label"])
 
 
-def launched(rank: int, folder: str, settings: dict[str, Any], accept: bool = False) -> dict[str, Any]:
-    """One launch on one rank: its exit code, what it said, and the samples of each step."""
-    seen: dict[str, Any] = {"code": 0, "ids": [], "said": ""}
+def launched(
+    rank: int, folder: str, settings: dict[str, Any], accept: bool = False, kill_at: int | None = None
+) -> dict[str, Any]:
+    """One launch on one rank: its exit code, what it said, and the samples of each step.
+
+    With `kill_at`, it ends by SIGKILL within that step; its samples are in a file, a line for each step.
+    """
+    seen: dict[str, Any] = {"code": 0, "ids": [], "said": "", "log": f"{folder}-{rank}.ids", "kill_at": kill_at}
     make_loop = fit.make_loop
     fit.make_loop = lambda *given, **more: _watched(make_loop(*given, **more), seen)
     recipe = Path(f"{folder}-{rank}.yaml")
@@ -93,9 +101,13 @@ def launched(rank: int, folder: str, settings: dict[str, Any], accept: bool = Fa
 def _watched(loop: Loop, seen: dict[str, Any]) -> Loop:
     windows = loop.train.windows
 
-    def counted(*given: Any) -> Any:
-        for window in windows(*given):
+    def counted(epoch: int, first: int = 0) -> Any:
+        for step, window in enumerate(windows(epoch, first), epoch * loop.train.steps_per_epoch + first):
             seen["ids"].append([number for batch in window for number in batch.ids])
+            with open(seen["log"], "a") as log:
+                log.write(json.dumps([step, seen["ids"][-1]]) + "\n")
+            if step == seen["kill_at"]:
+                os.kill(os.getpid(), signal.SIGKILL)
             yield window
 
     loop.train.windows = counted  # type: ignore[method-assign]

@@ -35,7 +35,9 @@ def ranks() -> Iterator[Callable[..., list[dict[str, Any]]]]:
     started: dict[int, Ranks] = {}
 
     def launch(size: int, *given: Any) -> list[dict[str, Any]]:
-        return started.setdefault(size, Ranks(size))(launched, *given)
+        running = started.setdefault(size, Ranks(size))
+        running.begin(launched, *given)
+        return [one.value or {"code": one.failure} for one in running.outcomes()]
 
     yield launch
     for one in started.values():
@@ -63,11 +65,24 @@ def steps(found: list[dict[str, Any]]) -> list[list[int]]:
 # -- the same samples -------------------------------------------------------------------------------------------------
 
 
-def test_a_step_has_the_same_samples_with_any_ranks_and_workers(tmp_path: Path, shards: Path, ranks: Any) -> None:
-    asked = {"data.path": str(shards), "data.window": WINDOW}
+FEW_WORLDS, WORLDS = ((1, 2), (2, 0), (4, 0)), tuple((size, workers) for size in (1, 2, 4) for workers in (0, 2))
+"""Ranks, and workers of each."""
+
+
+@pytest.mark.parametrize(
+    ("window", "worlds"),
+    [
+        (WINDOW, FEW_WORLDS),
+        *(pytest.param(window, WORLDS, marks=pytest.mark.full) for window in (WINDOW, "auto", None)),
+    ],
+)
+def test_a_step_has_the_same_samples_with_any_ranks_and_workers(
+    tmp_path: Path, shards: Path, ranks: Any, window: Any, worlds: Any
+) -> None:
+    asked = {"data.path": str(shards), "data.window": window}
     whole = steps([launched(0, str(tmp_path / "one"), asked)])
     assert len(whole) == STEPS
-    for size, workers in ((1, 2), (2, 0), (4, 0)):
+    for size, workers in worlds:
         more = {**asked, "train.batch_size": GLOBAL // size, "train.num_workers": workers}
         folder = str(tmp_path / f"of-{size}-{workers}")
         assert steps(ranks(size, folder, more) if size > 1 else [launched(0, folder, more)]) == whole
@@ -75,14 +90,21 @@ def test_a_step_has_the_same_samples_with_any_ranks_and_workers(tmp_path: Path, 
 
 def test_a_killed_run_goes_on_with_two_ranks_and_then_with_one(tmp_path: Path, shards: Path, ranks: Any) -> None:
     asked = {"data.path": str(shards), "data.window": WINDOW, "train.global_batch": GLOBAL}
-    run = tmp_path / "run"
-    whole = steps([launched(0, str(run), asked)])
-    cut(run, 15)
-    two = steps(ranks(2, str(run), {**asked, "train.batch_size": GLOBAL // 2}))
-    cut(run, 30)
-    one = steps([launched(0, str(run), asked)])
-    assert two == whole[15:]
-    assert one == whole[30:]
+    whole, run = steps([launched(0, str(tmp_path / "whole"), asked)]), tmp_path / "run"
+    last = 0
+    for size, kill_at in ((1, 17), (2, 33), (1, None)):
+        found = ranks(size, str(run), {**asked, "train.batch_size": GLOBAL // size}, False, kill_at)
+        assert found[0]["code"] == ("ended by SIGKILL" if kill_at else 0)
+        logs = [Path(f"{run}-{rank}.ids") for rank in range(size)]
+        each = [dict(map(json.loads, log.read_text().splitlines())) for log in logs]
+        for log in logs:
+            log.unlink()
+        seen = {step: [n for one in each for n in one[step]] for step in set.intersection(*map(set, each))}
+        # The newest save may not have been complete.
+        assert (min(seen) > 0) == (last > 0)
+        assert min(seen) <= last
+        assert (last := max(seen)) >= (kill_at - 1 if kill_at else STEPS - 1)
+        assert seen == {step: whole[step] for step in seen}
 
 
 def test_a_run_keeps_the_order_that_it_began_with(

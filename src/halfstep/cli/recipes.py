@@ -184,9 +184,7 @@ def _show_order(found: RawRecipe, folder: str, json: bool) -> None:
     from halfstep.runs.explain_order import explain_order
 
     facts = explain_order(found, folder)
-    place = shlex.quote(folder)
-    words = f"{place} has no index yet; halfstep data index {place} writes it" if facts is None else str(facts)
-    page = Page(f"recipe {found.label}", (Paragraph(words),))
+    page = Page(f"recipe {found.label}", (Paragraph(str(facts)),))
     show_result({"recipe": found.label, "folder": folder, "order": facts}, page, json)
 
 

@@ -9,7 +9,7 @@ from halfstep.data.dataset import Source, number_in_index, seal_of
 from halfstep.data.order import FEW, RANDPERM, WELL_MIXED, SavedOrder, WindowOrder
 from halfstep.data.shards import Shards
 from halfstep.errors import BadRecipe
-from halfstep.numbers import size
+from halfstep.numbers import several, size
 
 Window = int | Literal["auto", "all"] | None
 CLASSES = 1000
@@ -58,7 +58,8 @@ class OrderFacts:
         mixed = f"z {self.mixing:.1f} of a step's classes where the set is sorted by {CLASSES:,} classes (0 is perfect)"
         if self.order.name != "windows":
             return f"order: the whole set, sample by sample; {reads}; {mixed}"
-        chunks = f"{self.open_chunks:,} chunks of {self.order.chunk:,} samples open at once, {size(self.open_bytes)}"
+        each = f"of {several(self.order.chunk, 'sample')}"
+        chunks = f"{several(self.open_chunks, 'chunk')} {each} open at once, {size(self.open_bytes)}"
         return f"order: {chunks}; {reads}; {mixed}"
 
 
@@ -85,11 +86,3 @@ def _read_ratio(source: Source, shards: Shards, chunks: list[range]) -> float:
         read += sum(part for parts in shards.parts_of(numbers).values() for _, part in parts)
         used += sum(shards.bytes_of(number) for number in numbers)
     return read / max(1, used)
-
-
-def order_notes(order: SavedOrder, source: Source, batch: int) -> list[str]:
-    """Return a line on an order that was asked for; none for the usual one."""
-    seal = seal_of(source)
-    if order.name != "windows" or seal is None:
-        return []
-    return [str(order_facts(order, source, seal.shards, batch))]

@@ -266,6 +266,13 @@ class Order:
         generator = torch.Generator().manual_seed(derive(self.seed, "order", epoch))
         return torch.randperm(self.size, generator=generator)
 
+    def openings(self, epoch: int, share: RankShare, first: int) -> Iterator[list[tuple[int, int]]]:
+        """Yield, for each step from `first` on, the chunks of neighboring samples to be read from then on.
+
+        A chunk is its first sample, and one past its last. An order of single samples has none.
+        """
+        return iter(())
+
 
 @dataclass(frozen=True)
 class RankShare:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -12,13 +10,13 @@ from typing import Any, overload
 
 import numpy as np
 
-from halfstep.data.shard_index import ShardIndex
+from halfstep.data.shard_index import PLACE, ShardIndex
 from halfstep.files import cache_folder, renaming
 
 EVERY = 4096
 """Samples per count."""
-_MAGIC = b"halfstep share 1"
-_HEAD = struct.Struct("<16sQd32s16s")
+_SEAL = 16
+"""Bytes of the digest at the end of a kept share."""
 
 
 class Numbers(Sequence[int]):
@@ -52,7 +50,9 @@ class Numbers(Sequence[int]):
     @property
     def digest(self) -> str:
         """Digits that stand for the share and the side."""
-        return blake2b(bytes([self._held_out]) + bytes(self._bits), digest_size=8).hexdigest()
+        found = blake2b(bytes([self._held_out]), digest_size=8)
+        found.update(self._bits.data)
+        return found.hexdigest()
 
 
 def divided(index: ShardIndex, share: float, exact_place: Callable[[int], float]) -> tuple[Numbers, Numbers]:
@@ -68,7 +68,8 @@ def divided(index: ShardIndex, share: float, exact_place: Callable[[int], float]
         bits = _chosen(index, share, exact_place)
         for path in kept:
             with suppress(OSError):
-                _keep(path, index, share, bits)
+                with renaming(path) as draft:
+                    draft.write_bytes(bits.tobytes() + _seal(index, share, bits))
                 break
     ones = np.add.reduceat(_ONES[bits], np.arange(0, len(bits), EVERY // 8), dtype=np.int64)
     counts = np.concatenate([[0], np.cumsum(ones)])
@@ -80,12 +81,9 @@ _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1).as
 
 def _chosen(index: ShardIndex, share: float, exact_place: Callable[[int], float]) -> np.ndarray[Any, Any]:
     bits = np.zeros(-(-len(index) // EVERY) * EVERY // 8, np.uint8)
-    threshold = int(share * 2**32)
-    smallest: tuple[float, int] = (2.0**32, 0)
-    largest: tuple[float, int] = (-1.0, 0)
-    count = 0
+    threshold, count = int(share * 2**32), 0
     for shard in range(len(index.names)):
-        first, places = index.first(shard), index.places(shard)
+        first, places = index.first(shard), index.packed(shard).column(PLACE)
         chosen = places < threshold
         # The index has half of a position: where that half is equal, or a float would be, the name decides.
         for number in np.flatnonzero((places == threshold) | (places == threshold - 1)).tolist():
@@ -94,33 +92,24 @@ def _chosen(index: ShardIndex, share: float, exact_place: Callable[[int], float]
         packed = np.packbits(np.concatenate([np.zeros(first % 8, bool), chosen]), bitorder="little")
         bits[first // 8 : first // 8 + len(packed)] |= packed
         count += int(chosen.sum())
-        low, high = int(places.argmin()), int(places.argmax())
-        smallest = min(smallest, (float(places[low]), first + low))
-        largest = max(largest, (float(places[high]), -first - high))
     # Neither side is empty: where chance leaves one so, the nearest sample is moved there.
     if count in (0, len(index)):
-        moved = smallest[1] if count == 0 else -largest[1]
+        sign = 1 if count == 0 else -1
+        each = (sign * index.packed(shard).column(PLACE).astype(np.int64) for shard in range(len(index.names)))
+        _, moved = min((int(one.min()), index.first(shard) + int(one.argmin())) for shard, one in enumerate(each))
         bits[moved // 8] ^= 1 << moved % 8
     return bits
 
 
-def _head(index: ShardIndex, share: float, bits: np.ndarray[Any, Any]) -> bytes:
-    digest = blake2b(bits.tobytes(), digest_size=16).digest()
-    return _HEAD.pack(_MAGIC, len(index), share, bytes.fromhex(index.seal), digest)
-
-
-def _keep(path: Path, index: ShardIndex, share: float, bits: np.ndarray[Any, Any]) -> None:
-    with renaming(path) as draft:
-        draft.write_bytes(_head(index, share, bits) + bits.tobytes())
+def _seal(index: ShardIndex, share: float, bits: np.ndarray[Any, Any]) -> bytes:
+    return blake2b(bits.data, digest_size=_SEAL, key=f"{index.seal[:32]} {share!r}".encode()).digest()
 
 
 def _read(path: Path, index: ShardIndex, share: float) -> np.ndarray[Any, Any] | None:
     """Return the bits of a share, mapped; None where they are missing, damaged, or of another index or share."""
     try:
-        if os.path.getsize(path) != _HEAD.size + -(-len(index) // EVERY) * EVERY // 8:
-            return None
-        bits = np.memmap(path, np.uint8, "r", _HEAD.size)
-        with open(path, "rb") as file:
-            return bits if file.read(_HEAD.size) == _head(index, share, bits) else None
+        content = np.memmap(path, np.uint8, "r")
     except (OSError, ValueError):
         return None
+    bits, seal = content[:-_SEAL], content[-_SEAL:].tobytes()
+    return bits if seal == _seal(index, share, bits) else None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -30,6 +30,9 @@ from halfstep.data.worker_processes import POLL, Deadline, SentKeys, TooSlow, Wo
 from halfstep.errors import ENDED_FROM_OUTSIDE, BadData, HalfstepError, WorkerLost
 from halfstep.out_of_memory import for_workers
 
+if TYPE_CHECKING:
+    from halfstep.data.shard_check import BackgroundCheck
+
 # -- loader -----------------------------------------------------------------------------------------------------------
 
 
@@ -39,31 +42,6 @@ GivenUp = Callable[[str, str], None]
 
 
 def _ignore(name: str, reason: str) -> None: ...
-
-
-class EpochCheck(Protocol):
-    """A check of some of the data in the background of an epoch."""
-
-    def begin(self, epoch: int) -> None:
-        """Start the check of an epoch."""
-        ...
-
-    def look(self) -> None:
-        """Raise BadData where something was found."""
-        ...
-
-    def end(self) -> None:
-        """Stop."""
-        ...
-
-
-@runtime_checkable
-class ReadsChunks(Protocol):
-    """The order of an epoch that reads chunks of neighboring samples."""
-
-    def openings(self, share: RankShare, first: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield, for each step from `first` on, the chunks to be read from then on."""
-        ...
 
 
 class TrainLoader:
@@ -88,7 +66,7 @@ class TrainLoader:
         self.while_waiting: Callable[[], None] = lambda: None
         """Called every second in which the workers have no batch; may raise."""
         self.given_up: GivenUp = _ignore
-        self.background: EpochCheck | None = None
+        self.background: BackgroundCheck | None = None
         """Verifies some of the data while an epoch is read."""
         self.announce: Callable[[list[tuple[int, int]]], None] = lambda chunks: None
         """Called with the chunks that are read from some step on, each its first sample and one past its last."""
@@ -106,24 +84,14 @@ class TrainLoader:
         keys = self._keys(epoch, first)
         reading = LoaderOptions(self.workers, self._to_device.pins, self.timeout, self.while_waiting, self.given_up)
         read = _read(self.samples, keys, self._collate, reading)
-        check = self.background
-        if check is None:
-            yield from self._windows_of(read)
-            return
-        check.begin(epoch)
-        try:
-            for window in self._windows_of(read):
-                check.look()
-                yield window
-        finally:
-            check.end()
+        windows = self._windows_of(read)
+        yield from self.background.verified(epoch, windows) if self.background else windows
 
     def _keys(self, epoch: int, first: int) -> Iterator[list[Key]]:
-        numbers = self.order.numbers(epoch)
-        openings = numbers.openings(self.share, first) if isinstance(numbers, ReadsChunks) else None
-        for count, batch in enumerate(self.share.batches(numbers, first)):
-            if openings is not None and count % self.share.microbatches == 0:
-                self.announce(next(openings))
+        openings = self.order.openings(epoch, self.share, first)
+        for count, batch in enumerate(self.share.batches(self.order.numbers(epoch), first)):
+            if count % self.share.microbatches == 0 and (chunks := next(openings, None)):
+                self.announce(chunks)
             yield [(epoch, number) for number in batch]
 
     def _windows_of(self, read: Iterator[Batch]) -> Iterator[list[Batch]]:

@@ -148,6 +148,26 @@ class WindowOrder(Order):
         """Return the samples of an epoch by position, on demand; they are as many as the steps have slots."""
         return EpochWindows(self, epoch)
 
+    def openings(self, epoch: int, share: RankShare, first: int) -> Iterator[list[tuple[int, int]]]:
+        """Yield the chunks to be read: at first those of the window that a lane is in; then those of the next one, a
+        few with each step.
+        """
+        per, per_lane = self.batch // share.size, self.batch // self.lanes
+        lanes = range(share.rank * per // per_lane, -(-(share.rank + 1) * per // per_lane))
+        mine = [_Lane(self, number, epoch) for number in lanes]
+        done = [lane.first_chunk(lane.window_at(first * per_lane)) for lane in mine]
+        for step in range(first, -(-self.size // self.batch)):
+            opened: list[tuple[int, int]] = []
+            for number, lane in enumerate(mine):
+                at = min(step * per_lane, lane.size - 1)
+                window = lane.window_at(at)
+                start, stop = lane.bounds(window)
+                after, later = lane.first_chunk(window + 1), lane.first_chunk(window + 2)
+                until = after + -(-(later - after) * (at - start) // (stop - start))
+                opened += [lane.chunk(chunk) for chunk in range(done[number], until)]
+                done[number] = max(done[number], until)
+            yield opened
+
 
 class EpochWindows:
     """The samples of an epoch, by step and slot."""
@@ -156,7 +176,7 @@ class EpochWindows:
         self.order, self.epoch = order, epoch
         self._per_lane = order.batch // order.lanes
         # A lane is within one window for many steps.
-        self._lane = lru_cache(order.lanes)(self._new_lane)
+        self._lane = lru_cache(order.lanes)(lambda number: _Lane(order, number, epoch))
         self._window = lru_cache(2 * order.lanes)(self._new_window)
 
     def __len__(self) -> int:
@@ -181,37 +201,8 @@ class EpochWindows:
             found[mine] = start + self._window(lane.number, window, stop - start).at(places[mine] - start)
         return found
 
-    def _new_lane(self, number: int) -> _Lane:
-        return _Lane(self.order, number, self.epoch)
-
     def _new_window(self, lane: int, window: int, size: int) -> Permutation:
         return Permutation(size, derive(self.order.seed, "window", self.epoch, lane, window))
-
-    def openings(self, share: RankShare, first: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield, for each step from `first` on, the chunks to be read from then on: their first sample, and one past
-        their last.
-
-        At first those of the window that a lane is in; then those of the next one, a few with each step.
-        """
-        per = self.order.batch // share.size
-        lanes = [self._lane(n) for n in range(self.order.lanes)]
-        mine = [lane for lane in lanes if _overlaps(lane.number, self._per_lane, share.rank * per, per)]
-        done = [lane.first_chunk(lane.window_at(first * self._per_lane)) for lane in mine]
-        for step in range(first, len(self) // self.order.batch):
-            opened: list[tuple[int, int]] = []
-            for number, lane in enumerate(mine):
-                at = min(step * self._per_lane, lane.size - 1)
-                window = lane.window_at(at)
-                start, stop = lane.bounds(window)
-                after, later = lane.first_chunk(window + 1), lane.first_chunk(window + 2)
-                until = after + -(-(later - after) * (at - start) // (stop - start))
-                opened += [lane.chunk(chunk) for chunk in range(done[number], until)]
-                done[number] = max(done[number], until)
-            yield opened
-
-
-def _overlaps(number: int, size: int, start: int, count: int) -> bool:
-    return number * size < start + count and (number + 1) * size > start
 
 
 class _Lane:

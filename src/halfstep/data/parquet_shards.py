@@ -1,30 +1,158 @@
-"""Samples in Parquet files, as `Shards` has those in tar files: a chunk is a row group, which is read whole."""
+"""Samples in Parquet files with a column of images, as Hugging Face datasets store them, by the index of `Shards`.
+
+A chunk is a row group, which is read whole; the rows of the index have the row group in place of an offset.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from halfstep.data.dataset import BadSample
 from halfstep.data.file_state import FileState
-from halfstep.data.parquet import SUFFIX, RowGroup, key_of_row, reader_of
+from halfstep.data.image_files import MOST_BYTES
+from halfstep.data.layout import PLACE_PERSON
 from halfstep.data.shard_bytes import Part, joined
 from halfstep.data.shard_index import SampleRow
-from halfstep.data.shard_scan import MASK_PERSON, NONE
+from halfstep.data.shard_scan import LARGEST_LABEL, MASK_PERSON, NONE, PARQUET, ShardRows
 from halfstep.data.shards import Content, Shards, shard_paths
 from halfstep.data.tar_members import BLOCK, DamagedTar, digest_of
+from halfstep.errors import missing_extra
 from halfstep.host_memory import free_memory
 
 LEAST_KEPT = 2**26
+IMAGES, LABELS, MASKS = ("image", "img"), ("label", "labels", "fine_label"), ("mask", "annotation", "label")
+"""The names of columns, the first of them that a file has."""
+LARGEST_GROUP = 2**31
+"""Bytes of a row group, which is read whole."""
 
 
 def open_shards(root: str | Path, *given: Any, **options: Any) -> Shards:
     """Return the samples of a folder of tar or Parquet files."""
-    kind = ParquetShards if shard_paths(root)[0].suffix == SUFFIX else Shards
+    kind = ParquetShards if shard_paths(root)[0].suffix == PARQUET else Shards
     return kind(root, *given, **options)
+
+
+class RowGroup(NamedTuple):
+    """A row group in memory."""
+
+    table: Any
+    first: int
+    """The number of its first row in the file."""
+    columns: tuple[str, str | None, str | None]
+    """The names of the columns of images, labels and masks."""
+
+    def parts_at(self, number: int) -> tuple[bytes | None, int, bytes | None]:
+        """Return the image, the label and the mask of a row of the file; -1 for no label, as Hugging Face has it."""
+        if not self.first <= number < self.first + self.table.num_rows:
+            raise DamagedTar(f"row {number} is not in the row group that was indexed")
+        found = [self.table.column(one)[number - self.first].as_py() if one else None for one in self.columns]
+        image, label, mask = found
+        if label is not None and label > LARGEST_LABEL:
+            raise DamagedTar(f"row {number} has the class number {label}, more than {LARGEST_LABEL:,}")
+        return _bytes_of(image), NONE if label is None or label < 0 else int(label), _bytes_of(mask)
+
+
+def _bytes_of(value: Any) -> bytes | None:
+    content = value.get("bytes") if isinstance(value, dict) else value
+    return content if isinstance(content, bytes) else None
+
+
+class ParquetReader:
+    """An open file; raises DamagedTar where it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from pyarrow.parquet import ParquetFile  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+            self._file = ParquetFile(path, pre_buffer=False)
+        except ImportError as error:
+            raise missing_extra(error) or error from None
+        except Exception as error:  # pyarrow has its own kinds of ValueError, OSError and KeyError
+            raise DamagedTar(f"no Parquet file: {str(error)[:200]}") from None
+        schema = self._file.schema_arrow
+        kinds = {name: _kind(schema.field(name).type) for name in schema.names}
+        wanted = ((IMAGES, "bytes"), (LABELS, "number"), (MASKS, "bytes"))
+        found = [next((name for name in names if kinds.get(name) == kind), None) for names, kind in wanted]
+        if found[0] is None:
+            names = ", ".join(schema.names)[:200]
+            raise DamagedTar(f"no column {' or '.join(IMAGES)} of {{bytes, path}}; its columns are {names}")
+        self._columns = (found[0], found[1], found[2])
+        counts = [self._file.metadata.row_group(number).num_rows for number in range(self._file.num_row_groups)]
+        self.starts = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
+        """The first row of each row group, and the number of rows."""
+
+    def group(self, number: int) -> RowGroup:
+        """Read a row group."""
+        if number >= len(self.starts) - 1:
+            raise DamagedTar(f"it has no row group {number}")
+        if (size := self._file.metadata.row_group(number).total_byte_size) > LARGEST_GROUP:
+            raise DamagedTar(f"row group {number} has {size:,} bytes, more than {LARGEST_GROUP:,}")
+        try:
+            # One thread: those of a pool would not live in a forked worker.
+            names = [one for one in self._columns if one]
+            table = self._file.read_row_group(number, columns=names, use_threads=False)
+        except Exception as error:
+            raise DamagedTar(f"row group {number} cannot be read: {str(error)[:200]}") from None
+        return RowGroup(table, self.starts[number], self._columns)
+
+    def parts(self, number: int) -> list[Part]:
+        """Return where the columns of a row group are in the file."""
+        group, found = self._file.metadata.row_group(number), []
+        for one in map(group.column, range(group.num_columns)):
+            if one.path_in_schema.partition(".")[0] in self._columns:
+                start = one.dictionary_page_offset or one.data_page_offset
+                found.append((int(start), int(one.total_compressed_size)))
+        return found
+
+
+def _kind(kind: Any) -> str:
+    if kind.num_fields:
+        names = [kind.field(number).name for number in range(kind.num_fields)]
+        return "bytes" if "bytes" in names else ""
+    return "bytes" if "binary" in str(kind) else "number" if "int" in str(kind) else ""
+
+
+def key_of_row(number: int) -> str:
+    """Return the key of a row: its number, since the paths of images may be missing or the same."""
+    return f"{number:08d}"
+
+
+def scan_parquet(path: Path) -> ShardRows:
+    """Read a file once, a row group at a time."""
+    file = ParquetReader(path)
+    start = blake2b(os.fsencode(path.name) + b"/", digest_size=8, person=PLACE_PERSON)
+    rows, digests = list[tuple[int, ...]](), list[int]()
+    for number in range(len(file.starts) - 1):
+        group, at = file.group(number), number * BLOCK
+        for row in range(group.first, group.first + group.table.num_rows):
+            place = start.copy()
+            place.update(key_of_row(row).encode())
+            image, label, mask = group.parts_at(row)
+            if image is None or len(image) > MOST_BYTES:
+                raise DamagedTar(f"row {row} has no image of at most {MOST_BYTES:,} bytes in the file itself")
+            masked = (NONE, NONE) if mask is None else (at, len(mask))
+            rows.append((at, len(image), label, int.from_bytes(place.digest()[:4], "big"), *masked))
+            digests.append(digest_of(image) ^ (0 if mask is None else digest_of(mask, MASK_PERSON)))
+    if not rows:
+        raise DamagedTar("no row in it")
+    at, sizes, labels, places, *masks = np.array(rows, np.int64).T
+    # The label is in the row: a place just before the image stands for it.
+    size, digest = os.path.getsize(path), np.array(digests, np.uint64)
+    return ShardRows(size, at, sizes, labels, places, digest, masks[0], masks[1], at - BLOCK)
+
+
+@lru_cache(64)
+def reader_of(path: Path, modified: int) -> ParquetReader:
+    """Return the open file; that of a file that was written again is another."""
+    return ParquetReader(path)
 
 
 class ParquetShards(Shards):
@@ -70,27 +198,13 @@ class ParquetShards(Shards):
         self._kept.move_to_end(at)
         return self._kept[at]
 
-    def _content(self, index: int, row: SampleRow, with_image: bool, doubts: list[str]) -> Content:
-        has_label, has_mask = self._kinds
-        number = index - self.index.first(row.shard)
+    def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> Content:
         try:
             self._check(index, row, FileState.of(os.stat(self.path(row.shard))), doubts)
-            group = self._group(row)
-            image = group.image_at(number) if with_image else None
-            label = b"%d" % group.label_at(number) if has_label else None
-            return Content(image, label, group.mask_at(number) if has_mask else None)
+            image, label, mask = self._group(row).parts_at(index - self.index.first(row.shard))
         except (OSError, DamagedTar) as error:
             raise BadSample(self.name(index), str(error)) from error
-
-    def digest(self, index: int, row: SampleRow) -> int:
-        """Return the digest of a sample as its file has it; -1 where it cannot be read."""
-        number = index - self.index.first(row.shard)
-        try:
-            group = self._group(row)
-            image, mask = group.image_at(number), group.mask_at(number)
-        except (OSError, DamagedTar):
-            return NONE
-        return NONE if image is None else digest_of(image) ^ (0 if mask is None else digest_of(mask, MASK_PERSON))
+        return Content(*(part if one else None for one, part in zip(wanted, (image, b"%d" % label, mask), strict=True)))
 
     def _key(self, index: int) -> str:
         return key_of_row(self.index.find(index)[1])

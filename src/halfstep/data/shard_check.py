@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from typing import TypeVar
 
 import numpy as np
 
 from halfstep.data.dataset import derive
 from halfstep.data.file_state import FileState
-from halfstep.data.shard_index import ShardIndex, digests_in, labels_in, pack
-from halfstep.data.shard_scan import Column, scan_shard
+from halfstep.data.shard_index import DIGEST, LABEL, PackedShard, ShardIndex, pack
+from halfstep.data.shard_scan import scan_shard
 from halfstep.data.shards import Shards
 from halfstep.errors import BadData
 from halfstep.numbers import several
 
+T = TypeVar("T")
 AT_ONCE = 16
 """Shards that are verified in each epoch, over all ranks."""
 
@@ -29,10 +31,7 @@ def shard_change(shards: Shards, number: int, is_stopped: Callable[[], bool] = l
         return error.given
     if now.digest.hex() == shards.index.content(number):
         return ""
-    index = shards.index
-    return _sample_change(
-        shards, number, (digests_in(now), labels_in(now)), (index.digests(number), index.labels(number))
-    )
+    return _sample_change(shards, number, now, shards.index.packed(number))
 
 
 def sample_changes(before: ShardIndex, now: Shards) -> list[str]:
@@ -43,15 +42,15 @@ def sample_changes(before: ShardIndex, now: Shards) -> list[str]:
         old = numbers.get(name)
         if old is None or before.content(old) == now.index.content(number):
             continue
-        then, after = ((one.digests(at), one.labels(at)) for one, at in ((before, old), (now.index, number)))
-        lines.append(_sample_change(now, number, after, then))
+        lines.append(_sample_change(now, number, now.index.packed(number), before.packed(old)))
     return lines
 
 
-def _sample_change(shards: Shards, number: int, now: tuple[Column, Column], before: tuple[Column, Column]) -> str:
-    if len(now[0]) != len(before[0]):
-        return f"{shards.index.names[number]} has {several(len(now[0]), 'sample')}, before {len(before[0]):,}"
-    others = np.flatnonzero((now[0] != before[0]) | (now[1] != before[1]))
+def _sample_change(shards: Shards, number: int, now: PackedShard, before: PackedShard) -> str:
+    if now.rows != before.rows:
+        return f"{shards.index.names[number]} has {several(now.rows, 'sample')}, before {before.rows:,}"
+    differs = [now.column(one) != before.column(one) for one in (DIGEST, LABEL)]
+    others = np.flatnonzero(differs[0] | differs[1])
     if not len(others):
         return f"{shards.index.names[number]} has the same images and labels, with other names or in other places"
     first = shards.name(shards.index.first(number) + int(others[0]))
@@ -75,6 +74,16 @@ class BackgroundCheck:
         every = generator.choice(count, min(AT_ONCE, count), replace=False)
         return [int(one) for one in every[self._rank :: self._size]]
 
+    def verified(self, epoch: int, windows: Iterator[T]) -> Iterator[T]:
+        """Yield these windows, and verify the shards of their epoch meanwhile; raise BadData where one differs."""
+        self.begin(epoch)
+        try:
+            for window in windows:
+                self.look()
+                yield window
+        finally:
+            self._stop.set()
+
     def begin(self, epoch: int) -> None:
         """Start to verify the shards of an epoch, unless those of an earlier one are still being read."""
         if self._thread is not None and self._thread.is_alive():
@@ -82,10 +91,6 @@ class BackgroundCheck:
         self._stop.clear()
         self._thread = threading.Thread(target=self._verify, args=(self.chosen(epoch),), daemon=True)
         self._thread.start()
-
-    def end(self) -> None:
-        """Stop reading."""
-        self._stop.set()
 
     def look(self) -> None:
         """Raise BadData where a shard differs from its index."""

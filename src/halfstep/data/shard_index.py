@@ -18,13 +18,14 @@ import time
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cache
 from hashlib import blake2b, sha256
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,27 +40,23 @@ PAGE = 512
 """Rows that are sealed and verified together."""
 MOST_THREADS = 8
 SUFFIX = ".index"
-KEEP_INDEXES = 4
-"""Indexes of one set in the cache: of its state now, and of earlier ones."""
-KEEP_PARTS = 14 * 86_400
-"""Seconds after which the part of an interrupted scan is removed."""
+KEEP = 30 * 86_400
+"""Seconds after which an index in the cache, or the part of an interrupted scan, is removed unless it is used."""
 _VERSION = 1
 _MAGIC = b"halfstep index 1"
-_PART_MAGIC = b"halfstep part  1"
 _FOOTER = struct.Struct("<QQQQ32s16s")
 _SEAL = 16
 """Bytes of a digest within the file; the footer has 32."""
 _TABLE = np.dtype(
     [("rows", "<u4"), ("kinds", "<u4"), ("at", "<u8"), ("bytes", "<u8"), ("largest", "<i8"), ("digest", f"V{_SEAL}")]
 )
-_PART = struct.Struct("<16sQQQqQ")
 SOME_LABELS, SOME_UNLABELLED, SOME_MASKS, SOME_UNMASKED = 1, 2, 4, 8
 LABEL_BEFORE, LABEL_AFTER, DISTANCE = 16, 32, 256
 """Where every label of a shard lies: some blocks before the image, or after it. The factor of the number of blocks."""
 LABEL_COLUMN = 64
 """The labels of a shard lie anywhere, and have a column for it."""
-_OFFSET, _SIZE, _LABEL, _PLACE, _DIGEST = range(5)
-_USUAL = ("<u4", "<u4", "<i4", "<u4", "<u8")
+OFFSET, SIZE, LABEL, PLACE, DIGEST = range(5)
+"""The columns of every shard."""
 _NOTHING = 2**32 - 1
 """The block number of a mask or label that is not there."""
 
@@ -81,50 +78,61 @@ class NoIndex(Exception):
     """A file that is no index, or a damaged one."""
 
 
-class _Place(NamedTuple):
-    """A column of a shard: its type, its bytes per sample, and those of the columns before it."""
-
-    kind: str
-    width: int
-    before: int
-
-
 @cache
-def _columns(kinds: int) -> tuple[_Place, ...]:
-    types = [*_USUAL, *(["<u4", "<u4"] if kinds & SOME_MASKS else []), *(["<u4"] if kinds & LABEL_COLUMN else [])]
-    widths = [int(one[-1]) for one in types]
-    return tuple(_Place(one, int(one[-1]), sum(widths[:number])) for number, one in enumerate(types))
+def _columns(kinds: int) -> tuple[tuple[struct.Struct, int], ...]:
+    """Return the columns of a shard, each with the bytes per sample of those before it."""
+    codes = "IIiIQ" + "II" * bool(kinds & SOME_MASKS) + "I" * bool(kinds & LABEL_COLUMN)
+    found = [struct.Struct(f"<{code}") for code in codes]
+    return tuple((one, sum(before.size for before in found[:number])) for number, one in enumerate(found))
 
 
 def _width(kinds: int) -> int:
-    return sum(one.width for one in _columns(kinds))
+    return sum(one.size for one, _ in _columns(kinds))
 
 
 def _seal(content: bytes | memoryview) -> bytes:
     return blake2b(content, digest_size=_SEAL).digest()
 
 
-class ShardIndex:
-    """An open index; raises NoIndex where it is damaged."""
+class PackedShard(NamedTuple):
+    """The rows of a shard as the index has them, and its line of the table."""
 
-    def __init__(self, file: IO[bytes], path: Path | None) -> None:
-        self.path = path
+    rows: int
+    kinds: int
+    size: int
+    largest: int
+    """The largest label."""
+    content: bytes
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of the page digests, and so of all rows."""
+        return _seal(self.content[self.rows * _width(self.kinds) :])
+
+    def column(self, number: int) -> Column:
+        """Return a column."""
+        one, before = _columns(self.kinds)[number]
+        return np.frombuffer(self.content, one.format, self.rows, self.rows * before)
+
+
+class ShardIndex:
+    """An index: the content of its file, mapped or not, and where it is; raises NoIndex where it is damaged."""
+
+    def __init__(self, content: mmap.mmap | bytes, path: Path | None) -> None:
+        self._map, self.path = content, path
         """Where the index is; None for one that could not be kept."""
-        try:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise NoIndex(str(error)) from None
-        at, shards, names, samples, seal, magic = self._footer()
-        if not magic == self._map[
-            : len(_MAGIC)
-        ] == _MAGIC or at + shards * _TABLE.itemsize + names + _FOOTER.size != len(self._map):
+        if len(content) < _FOOTER.size + len(_MAGIC):
+            raise NoIndex("it is too short")
+        at, shards, names, samples, seal, magic = _FOOTER.unpack(content[-_FOOTER.size :])
+        length = at + shards * _TABLE.itemsize + names + _FOOTER.size
+        if not magic == content[: len(_MAGIC)] == _MAGIC or length != len(content):
             raise NoIndex("it is cut off, or of another version")
-        content = self._map[at : len(self._map) - _FOOTER.size]
-        if sha256(content).digest() != seal:
+        last = content[at : len(content) - _FOOTER.size]
+        if sha256(last).digest() != seal:
             raise NoIndex("its seal is broken")
         self.seal = seal.hex()
-        self.table = np.frombuffer(content, _TABLE, shards)
-        self.names = [os.fsdecode(name) for name in content[shards * _TABLE.itemsize :].split(b"\0")]
+        self.table = np.frombuffer(last, _TABLE, shards)
+        self.names = [os.fsdecode(name) for name in last[shards * _TABLE.itemsize :].split(b"\0")]
         rows = self.table["rows"].astype(np.int64)
         # Arrays of Python's: a number of NumPy's takes ten times as long to get at.
         self.ends = array("q", np.cumsum(rows).tobytes())
@@ -134,11 +142,6 @@ class ShardIndex:
         self._pages = array("q", np.cumsum([0, *-(-rows // PAGE)]).tobytes())
         self._is_verified = bytearray(self._pages[-1])
         self._check_table(at, samples)
-
-    def _footer(self) -> tuple[Any, ...]:
-        if len(self._map) < _FOOTER.size + len(_MAGIC):
-            raise NoIndex("it is too short")
-        return _FOOTER.unpack(self._map[-_FOOTER.size :])
 
     def _check_table(self, at: int, samples: int) -> None:
         """Raise NoIndex for numbers that no scan gives: a seal only proves that nothing changed since it was made."""
@@ -155,7 +158,7 @@ class ShardIndex:
         return self.ends[-1] if self.ends else 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_open, (self.path,)) if self.path is not None else (_from_bytes, (self._map[:],))
+        return (open_index, (self.path,)) if self.path is not None else (ShardIndex, (self._map[:], None))
 
     def find(self, index: int) -> tuple[int, int]:
         """Return the shard of a sample, and its number in the shard."""
@@ -174,11 +177,9 @@ class ShardIndex:
         if not self._is_verified[self._pages[shard] + number // PAGE]:
             self._verify(shard, number // PAGE)
         rows, kinds, at = self._rows[shard], self._kinds[shard], self._at[shard]
-        one = [
-            _CODES[kind].unpack_from(self._map, at + rows * before + number * width)[0]
-            for kind, width, before in _columns(kinds)
-        ]
-        image, size, label = one[_OFFSET] * BLOCK, one[_SIZE], one[_LABEL]
+        found = _columns(kinds)
+        one = [kind.unpack_from(self._map, at + rows * before + number * kind.size)[0] for kind, before in found]
+        image, size, label = one[OFFSET] * BLOCK, one[SIZE], one[LABEL]
         mask, mask_size = (one[5], one[6]) if kinds & SOME_MASKS else (_NOTHING, NONE)
         label_at = NONE
         if label >= 0:
@@ -188,41 +189,15 @@ class ShardIndex:
                 label_at = image - -size // BLOCK * BLOCK if kinds & LABEL_AFTER else image
                 label_at += kinds // DISTANCE * BLOCK * (1 if kinds & LABEL_AFTER else -1)
         at = NONE if mask == _NOTHING else mask * BLOCK
-        return SampleRow(shard, image, size, label, label_at, at, mask_size if at >= 0 else NONE, one[_DIGEST])
+        return SampleRow(shard, image, size, label, label_at, at, mask_size if at >= 0 else NONE, one[DIGEST])
 
-    def column(self, shard: int, number: int) -> Column:
-        """Return a column of a shard, every page verified."""
-        rows, kinds, at, _, _, _ = self.table[shard].item()
-        for page in range(-(-rows // PAGE)):
+    def packed(self, shard: int) -> PackedShard:
+        """Return the rows of a shard, every page verified."""
+        rows, kinds, at, size, largest, _ = self.table[shard].item()
+        pages = self._pages[shard + 1] - self._pages[shard]
+        for page in range(pages):
             self._verify(shard, page)
-        kind, _, before = _columns(kinds)[number]
-        return np.frombuffer(self._map, kind, rows, at + rows * before)
-
-    def labels(self, shard: int) -> Column:
-        """Return the labels of a shard; -1 for none."""
-        return self.column(shard, _LABEL)
-
-    def places(self, shard: int) -> Column:
-        """Return the positions of the samples of a shard, 32 bits of each."""
-        return self.column(shard, _PLACE)
-
-    def digests(self, shard: int) -> Column:
-        """Return the digests of the samples of a shard."""
-        return self.column(shard, _DIGEST)
-
-    def has_masks(self, shard: int) -> Column:
-        """Return which samples of a shard have a mask."""
-        kinds, rows = int(self.table["kinds"][shard]), int(self.table["rows"][shard])
-        return self.column(shard, 5) != _NOTHING if kinds & SOME_MASKS else np.zeros(rows, bool)
-
-    def start_of_headers(self, shard: int, image: int) -> int:
-        """Return a byte of a shard where headers start, at most those of one sample before the image at `image`."""
-        offsets = self.column(shard, _OFFSET)
-        before = np.flatnonzero(offsets < image // BLOCK)
-        if not len(before):
-            return 0
-        nearest = before[np.argmax(offsets[before])]
-        return (int(offsets[nearest]) - -int(self.column(shard, _SIZE)[nearest]) // BLOCK) * BLOCK
+        return PackedShard(rows, kinds, size, largest, self._map[at : at + rows * _width(kinds) + pages * _SEAL])
 
     def content(self, shard: int) -> str:
         """Return 32 hex digits that stand for every row of a shard."""
@@ -246,46 +221,22 @@ class ShardIndex:
         self._is_verified[first + page] = 1
 
 
-_CODES = {"<u4": struct.Struct("<I"), "<i4": struct.Struct("<i"), "<u8": struct.Struct("<Q")}
-
-
 def _page_digest(content: memoryview | bytes, rows: int, kinds: int, page: int) -> bytes:
     found = blake2b(digest_size=_SEAL)
-    for _, width, before in _columns(kinds):
+    for one, before in _columns(kinds):
         start = rows * before
-        found.update(content[start + page * PAGE * width : start + min(rows, (page + 1) * PAGE) * width])
+        found.update(content[start + page * PAGE * one.size : start + min(rows, (page + 1) * PAGE) * one.size])
     return found.digest()
 
 
-def _open(path: Path) -> ShardIndex:
+def open_index(path: Path) -> ShardIndex:
+    """Return the index at a path; raise OSError or NoIndex where it cannot be opened."""
     with open(path, "rb") as file:
-        return ShardIndex(file, path)
-
-
-def _from_bytes(content: bytes) -> ShardIndex:
-    with tempfile.TemporaryFile() as file:
-        file.write(content)
-        file.flush()
-        return ShardIndex(file, None)
-
-
-# -- a shard of an index ----------------------------------------------------------------------------------------------
-
-
-class PackedShard(NamedTuple):
-    """The rows of a shard as the index has them, and its line of the table."""
-
-    rows: int
-    kinds: int
-    size: int
-    largest: int
-    """The largest label."""
-    content: bytes
-
-    @property
-    def digest(self) -> bytes:
-        """The digest of the page digests, and so of all rows."""
-        return _seal(self.content[self.rows * _width(self.kinds) :])
+        try:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:  # an empty file
+            raise NoIndex(str(error)) from None
+    return ShardIndex(content, path)
 
 
 def pack(rows: ShardRows) -> PackedShard:
@@ -305,25 +256,10 @@ def pack(rows: ShardRows) -> PackedShard:
     columns = [_blocks(rows.image), rows.image_size, rows.label, rows.place, rows.digest]
     columns += [_blocks(rows.mask), np.where(has_mask, rows.mask_size, 0)] if kinds & SOME_MASKS else []
     columns += [_blocks(rows.label_at)] if kinds & LABEL_COLUMN else []
-    types = _columns(int(kinds))
-    content = b"".join(column.astype(kind).tobytes() for column, (kind, _, _) in zip(columns, types, strict=True))
+    kinds_of = zip(columns, _columns(int(kinds)), strict=True)
+    content = b"".join(column.astype(one.format).tobytes() for column, (one, _) in kinds_of)
     pages = (_page_digest(content, len(rows), int(kinds), page) for page in range(-(-len(rows) // PAGE)))
     return PackedShard(len(rows), int(kinds), rows.size_of_shard, int(rows.label.max()), b"".join([content, *pages]))
-
-
-def digests_in(shard: PackedShard) -> Column:
-    """Return the digests of the samples of a packed shard."""
-    return _column_in(shard, _DIGEST)
-
-
-def labels_in(shard: PackedShard) -> Column:
-    """Return the labels of a packed shard."""
-    return _column_in(shard, _LABEL)
-
-
-def _column_in(shard: PackedShard, number: int) -> Column:
-    kind, _, before = _columns(shard.kinds)[number]
-    return np.frombuffer(shard.content, kind, shard.rows, shard.rows * before)
 
 
 def _blocks(offsets: Column) -> Column:
@@ -349,12 +285,12 @@ class ShardSet(NamedTuple):
         names = [path.relative_to(root).as_posix() for path in paths]
         return cls(root, names, [FileState.of(path.stat()) for path in paths])
 
-    def key(self, shards: Sequence[int] | None = None) -> str:
+    def key(self, *numbers: int) -> str:
         """Return the cache key of some shards, or of all."""
         # The inode, not the path: a set that is moved within its file system keeps its index. The time of the change,
         # which nobody can set: a shard that was written in place may have its old size and modification time.
         found = blake2b(f"{_VERSION} {os.stat(self.root).st_dev}".encode(), digest_size=16)
-        for number in range(len(self.names)) if shards is None else shards:
+        for number in numbers or range(len(self.names)):
             facts = (self.names[number], *self.states[number])
             found.update(repr(facts).encode("ascii", "backslashreplace"))
         return found.hexdigest()
@@ -378,7 +314,7 @@ def beside(root: str | Path, shards: ShardSet) -> Path:
 def usable(path: Path, shards: ShardSet) -> ShardIndex | None:
     """Return the index at a path; None where it is damaged, missing or of other shards."""
     try:
-        index = _open(path)
+        index = open_index(path)
     except (OSError, NoIndex):
         return None
     return index if shards.matches(index) else None
@@ -386,7 +322,9 @@ def usable(path: Path, shards: ShardSet) -> ShardIndex | None:
 
 def existing_index(root: str | Path, shards: ShardSet) -> ShardIndex | None:
     """Return the index of a set that the cache has, or the one next to the shards; None where there is none."""
-    if index := usable(cached_path(shards), shards):
+    if index := usable(kept := cached_path(shards), shards):
+        with suppress(OSError):
+            os.utime(kept)  # it is in use
         return index
     path = beside(root, shards)
     with suppress(OSError):
@@ -406,12 +344,13 @@ def build_index(shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
         try:
             with renaming(kept) as draft:
                 build(shards, draft, on_progress)
-            _forget_older(kept, shards)
+            return open_index(kept)
         except OSError:  # a full or read-only cache costs time, not the run
             with tempfile.NamedTemporaryFile() as file:
                 build(shards, Path(file.name), on_progress)
-                return ShardIndex(file.file, None)
-    return _open(kept)
+                index = open_index(Path(file.name))
+                index.path = None
+                return index
 
 
 def write_index(root: str | Path, shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
@@ -423,18 +362,13 @@ def write_index(root: str | Path, shards: ShardSet, on_progress: OnProgress) -> 
             shutil.copyfile(kept.path or "", draft)
         else:
             build(shards, draft, on_progress)
-    return _open(path)
+    return open_index(path)
 
 
 def build(shards: ShardSet, path: Path, on_progress: OnProgress) -> None:
     """Write the index of these shards; raise BadData where one cannot be used."""
-    stop = threading.Event()
-    pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1, len(shards.names)))
-    try:
-        write_packed(path, shards.names, _counted(_in_order(pool, shards, stop), shards, on_progress))
-    finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+    with closing(_scanned(shards, on_progress)) as found:
+        write_packed(path, shards.names, found)
     for number in range(len(shards.names)):
         with suppress(OSError):
             _part_path(shards, number).unlink()
@@ -455,34 +389,34 @@ def write_packed(path: Path, names: Sequence[str], shards: Iterable[PackedShard]
         file.write(content + _FOOTER.pack(at, len(table), len(listed), samples, seal, _MAGIC))
 
 
-def _counted(found: Iterator[PackedShard], shards: ShardSet, on_progress: OnProgress) -> Iterator[PackedShard]:
-    total, done = sum(state.size for state in shards.states), 0
-    for shard in found:
-        done += shard.size
-        on_progress(done // 10**6, total // 10**6)
-        yield shard
-
-
-def _in_order(pool: ThreadPoolExecutor, shards: ShardSet, stop: threading.Event) -> Iterator[PackedShard]:
+def _scanned(shards: ShardSet, on_progress: OnProgress) -> Generator[PackedShard, None, None]:
     """Yield the rows of each shard; few wait in memory while an earlier one is read."""
+    stop, total, done = threading.Event(), sum(state.size for state in shards.states), 0
     # Threads: hashing and reading release the interpreter's lock.
-    waiting: deque[Future[PackedShard]] = deque()
-    for number in range(len(shards.names)):
-        waiting.append(pool.submit(_packed, shards, number, stop))
-        if len(waiting) >= 4 * MOST_THREADS:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+    pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1, len(shards.names)))
+    futures = (pool.submit(_packed, shards, number, stop) for number in range(len(shards.names)))
+    try:
+        waiting = deque(islice(futures, 4 * MOST_THREADS))
+        while waiting:
+            shard = waiting.popleft().result()
+            waiting.extend(islice(futures, 1))
+            done += shard.size
+            on_progress(done // 10**6, total // 10**6)
+            yield shard
+    finally:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _part_path(shards: ShardSet, number: int) -> Path:
-    return cache_folder() / "shards" / "parts" / f"{shards.key([number])}.part"
+    return cache_folder() / "shards" / "parts" / f"{shards.key(number)}.part"
 
 
 def _packed(shards: ShardSet, number: int, stop: threading.Event) -> PackedShard:
     part = _part_path(shards, number)
-    if (found := _read_part(part)) is not None:
-        return found
+    # An index of one shard; one that is torn is made anew.
+    with suppress(OSError, NoIndex, BadData):
+        return open_index(part).packed(0)
     shard = shards.root / shards.names[number]
     found = pack(scan_shard(shard, stop.is_set))
     if FileState.of(shard.stat()) != shards.states[number]:
@@ -492,67 +426,29 @@ def _packed(shards: ShardSet, number: int, stop: threading.Event) -> PackedShard
             do="start the same command again when the shard is complete",
         )
     with suppress(OSError), renaming(part) as draft:
-        draft.write_bytes(_part_content(found))
+        write_packed(draft, [shards.names[number]], [found])
     return found
-
-
-def _part_content(shard: PackedShard) -> bytes:
-    head = _PART.pack(_PART_MAGIC, shard.rows, shard.kinds, shard.size, shard.largest, len(shard.content))
-    return head + shard.content + _seal(head + shard.content)
-
-
-def _read_part(path: Path) -> PackedShard | None:
-    """Return the rows of a shard that was scanned before; None where the file is missing or torn."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    if len(content) < _PART.size + _SEAL or _seal(content[:-_SEAL]) != content[-_SEAL:]:
-        return None
-    magic, rows, kinds, size, largest, length = _PART.unpack_from(content)
-    if magic != _PART_MAGIC or length != len(content) - _PART.size - _SEAL:
-        return None
-    return PackedShard(rows, kinds, size, largest, content[_PART.size : -_SEAL])
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Let one process of this machine build an index; without a lock where the system or the disk has none."""
-    handle, lock = None, path.with_suffix(".lock")
-    with suppress(OSError, ImportError):
-        import fcntl
+    with ExitStack() as stack:
+        with suppress(OSError, ImportError):
+            import fcntl
 
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(open(path.with_suffix(".lock"), "wb")), fcntl.LOCK_EX)
         yield
-    finally:
-        if handle is not None:
-            with suppress(OSError):
-                lock.unlink()
-            os.close(handle)
 
 
 def _sweep(path: Path, but: Path | None = None) -> None:
-    """Remove what killed processes left: drafts of this file, and parts that nothing has continued for long."""
-    old = time.time() - KEEP_PARTS
+    """Remove drafts that killed processes left of this file, and what the cache has that nothing used for long."""
+    old = time.time() - KEEP
     with suppress(OSError):
-        drafts = [one for one in path.parent.iterdir() if draft_of(one.name) == path.name and one != but]
-        parts = [one for one in (cache_folder() / "shards" / "parts").glob("*.part") if one.stat().st_mtime < old]
-        for one in drafts + parts:
-            one.unlink()
-
-
-def _forget_older(path: Path, shards: ShardSet) -> None:
-    """Remove all but the newest indexes of shards of these names; by the last one, changed samples are named."""
-    same = []
-    with suppress(OSError):
-        for one in path.parent.glob(f"*{SUFFIX}"):
-            with suppress(OSError, NoIndex):
-                if _open(one).names == shards.names:
-                    same.append((one.stat().st_mtime_ns, one))
-        for _, one in sorted(same)[:-KEEP_INDEXES]:
+        left = [one for one in path.parent.iterdir() if draft_of(one.name) == path.name and one != but]
+        left += [one for one in (cache_folder() / "shards").rglob("*") if one.is_file() and one.stat().st_mtime < old]
+        for one in left:
             one.unlink()
 
 
@@ -561,6 +457,6 @@ def index_with_seal(seal: str, places: Sequence[Path]) -> ShardIndex | None:
     with suppress(OSError):
         for path in (*places, *(cache_folder() / "shards").glob(f"*{SUFFIX}")):
             with suppress(OSError, NoIndex):
-                if (index := _open(path)).seal.startswith(seal):
+                if (index := open_index(path)).seal.startswith(seal):
                     return index
     return None

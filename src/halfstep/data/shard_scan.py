@@ -19,13 +19,18 @@ from halfstep.data.tar_members import BLOCK, DamagedTar, Member, TarReader, open
 from halfstep.errors import BadData
 
 LAYOUT = "a plain, whole .tar of 0001.jpg with 0001.cls, or 0001.jpg with 0001.mask.png"
+PARQUET = ".parquet"
 LARGEST_LABEL = 1_000_000
 """A larger label is a date or an id: the model would have an output for every number below it."""
 LONGEST_LABEL = 20
 """Bytes of a label's file: anything longer is no class number, and is not read."""
 NONE = -1
 MASK_PERSON = b"halfstep mask"
-_IMAGE, _MASK, _LABEL = range(3)
+_BEGIN, _HASH, _IMAGE, _IMAGE_SIZE, _IMAGE_DIGEST, _MASK, _MASK_SIZE, _MASK_DIGEST, _LABEL, _LABEL_AT = range(10)
+"""The numbers of a sample while its shard is read."""
+_NOTHING = 2**64 - 1
+_NO_PARTS = (*(_NOTHING, _NOTHING, 0) * 2, _NOTHING, _NOTHING)
+_WIDTH = 10
 _PARTS = {suffix[1:].encode(): _IMAGE for suffix in SUFFIXES} | {b"mask.png": _MASK, b"seg.png": _MASK, b"cls": _LABEL}
 _MOST_PARTS = 1000
 _LARGEST_SHARD = 2**32 * BLOCK
@@ -56,10 +61,11 @@ def not_a_shard(shard: Path, reason: str, allowed: str = LAYOUT) -> BadData:
     """Return the error for a shard that cannot be used; it names the command that unpacks a compressed one."""
     with suppress(OSError), open(shard, "rb") as file:
         if file.read(2) == b"\x1f\x8b":
+            unpacked = f"gunzip {shard}, and the others likewise"
             return BadData(
                 f"the shard {shard} cannot be used: it is compressed, and a compressed file cannot be read by offset",
                 allowed=allowed,
-                do=f"mv {shard} {shard}.gz && gunzip {shard}.gz",
+                do=unpacked if shard.suffix in (".gz", ".tgz") else f"mv {shard} {shard}.gz && gunzip {shard}.gz",
             )
     return BadData(f"the shard {shard} cannot be used: {reason}", allowed=allowed, do="write the shard again")
 
@@ -67,8 +73,8 @@ def not_a_shard(shard: Path, reason: str, allowed: str = LAYOUT) -> BadData:
 def scan_shard(shard: Path, is_stopped: Callable[[], bool] = lambda: False) -> ShardRows:
     """Read a shard once; raise BadData, with its name, where it is no tar or a sample cannot be used."""
     try:
-        if shard.suffix == ".parquet":
-            from halfstep.data.parquet import scan_parquet  # here, because it builds on the rows of this module
+        if shard.suffix == PARQUET:
+            from halfstep.data.parquet_shards import scan_parquet  # here, because it builds on the rows of this module
 
             return scan_parquet(shard)
         with opened_tar(shard) as tar:
@@ -79,28 +85,10 @@ def scan_shard(shard: Path, is_stopped: Callable[[], bool] = lambda: False) -> S
         raise not_a_shard(shard, error.strerror or type(error).__name__) from error
 
 
-class _Columns:
-    """The columns of a shard while it is read: a few numbers a sample, and no object."""
-
-    def __init__(self) -> None:
-        self.begin, self.name_hash = array("Q"), array("Q")
-        self.image_digest, self.mask_digest = array("Q"), array("Q")
-        self.image, self.image_size, self.mask, self.mask_size = array("q"), array("q"), array("q"), array("q")
-        self.label, self.label_at = array("q"), array("q")
-
-    def add(self, begin: int, name_hash: int) -> None:
-        self.begin.append(begin)
-        self.name_hash.append(name_hash)
-        self.image_digest.append(0)
-        self.mask_digest.append(0)
-        for column in (self.image, self.image_size, self.mask, self.mask_size, self.label, self.label_at):
-            column.append(NONE)
-
-
 def _scanned(tar: TarReader, shard: Path, is_stopped: Callable[[], bool]) -> ShardRows:
     if tar.size > _LARGEST_SHARD:
         raise DamagedTar(f"{tar.size:,} bytes, more than {_LARGEST_SHARD:,}")
-    rows, last, seen = _Columns(), None, set[bytes]()
+    rows, last, seen = array("Q"), None, set[bytes]()
     start = blake2b(shard.name.encode("utf-8", "surrogateescape") + b"/", digest_size=8, person=PLACE_PERSON)
     for member in tar.members():
         if is_stopped():
@@ -114,7 +102,7 @@ def _scanned(tar: TarReader, shard: Path, is_stopped: Callable[[], bool]) -> Sha
         if key != last:
             name_hash = start.copy()
             name_hash.update(key)
-            rows.add(member.begin, int.from_bytes(name_hash.digest(), "big"))
+            rows.extend((member.begin, int.from_bytes(name_hash.digest(), "big"), *_NO_PARTS))
             last = key
             seen.clear()
         if member.name in seen:
@@ -125,24 +113,21 @@ def _scanned(tar: TarReader, shard: Path, is_stopped: Callable[[], bool]) -> Sha
         part = _PARTS.get(kind) if kind in _PARTS else _PARTS.get(kind.lower())
         if part is not None:
             _note(tar, rows, part, member)
-    if not rows.begin:
+    if not rows:
         raise DamagedTar("no sample in it")
     return _joined(tar, rows)
 
 
-def _note(tar: TarReader, rows: _Columns, part: int, member: Member) -> None:
+def _note(tar: TarReader, rows: array[int], part: int, member: Member) -> None:
     _, name, at, size = member
     if part == _LABEL:
-        rows.label[-1] = label_in(tar.read(at, size) if 0 < size <= LONGEST_LABEL else b"", shown(name))
-        rows.label_at[-1] = at
+        rows[_LABEL - _WIDTH] = label_in(tar.read(at, size) if 0 < size <= LONGEST_LABEL else b"", shown(name))
+        rows[_LABEL_AT - _WIDTH] = at
         return
-    readable = size <= MOST_BYTES  # a larger one is a bad sample, and is not read
-    if part == _MASK:
-        rows.mask[-1], rows.mask_size[-1] = at, min(size, _MOST_SIZE)
-        rows.mask_digest[-1] = tar.digest(at, size, MASK_PERSON) if readable else 0
-    else:
-        rows.image[-1], rows.image_size[-1] = at, min(size, _MOST_SIZE)
-        rows.image_digest[-1] = tar.digest(at, size) if readable else 0
+    place = len(rows) - _WIDTH + part
+    rows[place], rows[place + 1] = at, min(size, _MOST_SIZE)
+    if size <= MOST_BYTES:  # a larger one is a bad sample, and is not read
+        rows[place + 2] = tar.digest(at, size, MASK_PERSON if part == _MASK else b"")
 
 
 def label_in(content: bytes, name: str) -> int:
@@ -172,41 +157,31 @@ def key_at(tar: TarReader, begin: int, image: int | None = None) -> str:
     raise DamagedTar(f"no file starts at byte {image or begin:,}")
 
 
-def _joined(tar: TarReader, rows: _Columns) -> ShardRows:
+def _joined(tar: TarReader, rows: array[int]) -> ShardRows:
     """Return the columns, with one row for parts of a sample that lie apart."""
-    hashes = np.frombuffer(rows.name_hash, np.uint64)
-    columns = {name: np.frombuffer(column, column.typecode) for name, column in vars(rows).items()}
-    if len(np.unique(hashes)) < len(hashes):
-        columns = _merged(tar, columns)
-    lacking = np.flatnonzero(columns["image"] < 0)
+    table = np.frombuffer(rows, np.uint64).reshape(-1, _WIDTH)
+    if len(np.unique(table[:, _HASH])) < len(table):
+        table = _merged(tar, table)
+    lacking = np.flatnonzero(table[:, _IMAGE] == _NOTHING)
     if len(lacking):
-        key = key_at(tar, int(columns["begin"][lacking[0]]))
+        key = key_at(tar, int(table[lacking[0], _BEGIN]))
         raise DamagedTar(f"the sample {key!r} has no image ({', '.join(SUFFIXES)})")
-    places = (columns["name_hash"] >> np.uint64(32)).astype("<u4")
-    named = ("mask", "mask_size", "label_at")
-    digest = columns["image_digest"] ^ columns["mask_digest"]
-    start = (columns["image"], columns["image_size"], columns["label"], places, digest)
-    return ShardRows(tar.size, *start, *(columns[name] for name in named))
+    columns, signed = table.T, table.view(np.int64).T
+    places = (columns[_HASH] >> np.uint64(32)).astype("<u4")
+    digests = columns[_IMAGE_DIGEST] ^ columns[_MASK_DIGEST]
+    rest = (signed[one] for one in (_MASK, _MASK_SIZE, _LABEL_AT))
+    return ShardRows(tar.size, signed[_IMAGE], signed[_IMAGE_SIZE], signed[_LABEL], places, digests, *rest)
 
 
-def _merged(tar: TarReader, columns: dict[str, Column]) -> dict[str, Column]:
-    _, first, which = np.unique(columns["name_hash"], return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    number = np.empty_like(order)
-    number[order] = np.arange(len(order))
-    which = number[which]
-    for part in ("image", "mask", "label"):
-        times = np.bincount(which[columns[part] >= 0], minlength=len(order))
+def _merged(tar: TarReader, table: Column) -> Column:
+    _, first, which = np.unique(table[:, _HASH], return_index=True, return_inverse=True)
+    # Samples are in the order of their first parts.
+    which, found = np.argsort(np.argsort(first))[which], table[np.sort(first)]
+    for part, end in ((_IMAGE, _MASK), (_MASK, _LABEL), (_LABEL, _WIDTH)):
+        has = np.flatnonzero(table[:, part] != _NOTHING)
+        times = np.bincount(which[has], minlength=len(found))
         if (times > 1).any():
-            twice = int(np.flatnonzero((which == np.argmax(times > 1)) & (columns[part] >= 0))[1])
-            raise DamagedTar(f"two samples have the key {key_at(tar, int(columns['begin'][twice]))!r}")
-    found = {name: columns[name][first[order]].copy() for name in ("begin", "name_hash")}
-    for name in ("image", "image_size", "mask", "mask_size", "label", "label_at"):
-        has = columns[name] >= 0
-        found[name] = np.full(len(order), NONE, np.int64)
-        found[name][which[has]] = columns[name][has]
-    for name, of in (("image_digest", "image"), ("mask_digest", "mask")):
-        has = columns[of] >= 0
-        found[name] = np.zeros(len(order), np.uint64)
-        found[name][which[has]] = columns[name][has]
+            twice = has[which[has] == np.argmax(times > 1)][1]
+            raise DamagedTar(f"two samples have the key {key_at(tar, int(table[twice, _BEGIN]))!r}")
+        found[which[has], part:end] = table[has, part:end]
     return found

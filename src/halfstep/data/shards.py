@@ -20,7 +20,6 @@ from halfstep.data.held_out import Numbers, divided
 from halfstep.data.image_files import MOST_BYTES, existing, files
 from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
 from halfstep.data.layout import place_of
-from halfstep.data.parquet import SUFFIX as PARQUET
 from halfstep.data.shard_bytes import Part, joined, read_parts
 from halfstep.data.shard_index import (
     SOME_LABELS,
@@ -33,8 +32,8 @@ from halfstep.data.shard_index import (
     build_index,
     existing_index,
 )
-from halfstep.data.shard_scan import LONGEST_LABEL, MASK_PERSON, NONE, key_at, label_in
-from halfstep.data.tar_members import FEW, DamagedTar, digest_of, opened_tar
+from halfstep.data.shard_scan import LONGEST_LABEL, MASK_PERSON, NONE, PARQUET, key_at, label_in
+from halfstep.data.tar_members import BLOCK, FEW, DamagedTar, digest_of, opened_tar
 from halfstep.errors import BadData
 from halfstep.host_memory import free_memory
 
@@ -51,8 +50,6 @@ SPLITS = {"train", "validation", "test"}
 LONG_SCAN = 2**30
 """Bytes of shards above which the progress of a scan is displayed."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_BITS = 2**64 - 1
-"""Times before 1970 are negative, and some file systems number files beyond 63 bits."""
 
 
 class Content(NamedTuple):
@@ -87,7 +84,7 @@ class Shards:
         self._verify_every = _VERIFY_EVERY[verify]
         shards = shards_at(root)
         self.root, self._start_of_paths = shards.root, f"{shards.root}{os.sep}"
-        self._states = np.array([[value & _BITS for value in state] for state in shards.states], np.uint64)
+        self._states = shards.states
         self.index = existing_index(root, shards) or _built(shards)
         self._kinds = self._checked_kinds()
         self.classes = self._class_names()
@@ -118,27 +115,33 @@ class Shards:
     def content(self, index: int, with_image: bool = True) -> Content:
         """Return the bytes of a sample; raise BadSample where they cannot be read, or are not those of the index."""
         row, doubts = self.index.row(index), list[str]()
-        sizes = [row.image_size] * with_image + [row.mask_size] * self._kinds[1]
-        if sizes and max(sizes) > MOST_BYTES:
-            raise BadSample(self.name(index), f"{max(sizes):,} bytes, more than {MOST_BYTES:,}")
-        content = self._content(index, row, with_image, doubts)
-        if (doubts or (with_image and self._is_verified(row))) and self._digest(index, row, content) != row.digest:
-            raise BadSample(self.name(index), doubts[0] if doubts else OTHER_BYTES)
+        has_label, has_mask = self._kinds
+        content = self._content(index, row, (with_image, has_label, has_mask), doubts)
+        if doubts or (with_image and self._is_verified(row)):
+            # The digest is that of both, also where one is not used.
+            both, is_masked = content, row.mask >= 0
+            if not (with_image and is_masked <= has_mask):
+                both = self._content(index, row, (True, False, is_masked), doubts)
+            mask = digest_of(both.mask or b"", MASK_PERSON) if is_masked else 0
+            if digest_of(both.image or b"") ^ mask != row.digest:
+                raise BadSample(self.name(index), doubts[0] if doubts else OTHER_BYTES)
         return content
 
-    def _content(self, index: int, row: SampleRow, with_image: bool, doubts: list[str]) -> Content:
-        """Read the parts of a sample from its shard at once."""
-        has_label, has_mask = self._kinds
+    def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> Content:
+        """Read the wanted parts of a sample, of image, label and mask, from its shard at once."""
+        image, label, mask = wanted
+        if (largest := max(row.image_size * image, row.mask_size * mask)) > MOST_BYTES:
+            raise BadSample(self.name(index), f"{largest:,} bytes, more than {MOST_BYTES:,}")
         # The label is in the index, too; that of the shard counts, also where the index was edited.
-        parts = [(row.image, row.image_size)] * with_image
-        parts += [(row.label_at, LONGEST_LABEL + 1)] * has_label + [(row.mask, row.mask_size)] * has_mask
+        parts = [(row.image, row.image_size)] * image + [(row.label_at, LONGEST_LABEL + 1)] * label
+        parts += [(row.mask, row.mask_size)] * mask
         if not parts:
             return Content(None, None, None)
         path = self._start_of_paths + self.index.names[row.shard]  # joining a Path takes longer than reading
         found = read_parts(path, parts, lambda: self.name(index), lambda now: self._check(index, row, now, doubts))
-        mask = found.pop() if has_mask else None
-        label = found.pop() if has_label else None
-        return Content(found.pop() if with_image else None, label, mask)
+        last = found.pop() if mask else None
+        middle = found.pop() if label else None
+        return Content(found.pop() if image else None, middle, last)
 
     def _is_verified(self, row: SampleRow) -> bool:
         """Return whether the bytes of a sample are compared with its digest: by seed, epoch and sample in a run."""
@@ -146,17 +149,11 @@ class Shards:
         # The generator was seeded for this sample of this epoch, and is not drawn from.
         return every == 1 or (every > 1 and (torch.initial_seed() ^ row.digest) % every == 0)
 
-    def _digest(self, index: int, row: SampleRow, content: Content) -> int:
-        image, _, mask = content
-        if image is None or (mask is None and row.mask >= 0):
-            return self.digest(index, row)
-        return digest_of(image) ^ (0 if mask is None else digest_of(mask, MASK_PERSON))
-
     def _check(self, index: int, row: SampleRow, now: FileState, doubts: list[str]) -> None:
         """Raise BadSample where the shard has another size; note where it may be another file."""
         if self.is_as_before(row.shard, now):
             return
-        before = FileState(*self._states[row.shard].tolist())
+        before = self._states[row.shard]
         if change := change_since(RecordedFile(before), now, self.path(row.shard)):
             doubts.append(change.replace("its file", "its shard"))
             if now.size != before.size:
@@ -164,16 +161,7 @@ class Shards:
 
     def is_as_before(self, shard: int, now: FileState) -> bool:
         """Return whether a shard has the state that it had when the source was opened."""
-        return bool(self._states[shard].tolist() == [value & _BITS for value in now])
-
-    def digest(self, index: int, row: SampleRow) -> int:
-        """Return the digest of a sample as its shard has it now; -1 where it cannot be read."""
-        try:
-            with opened_tar(self.path(row.shard), FEW) as tar:
-                mask = tar.digest(row.mask, row.mask_size, MASK_PERSON) if row.mask >= 0 else 0
-                return tar.digest(row.image, row.image_size) ^ mask
-        except (OSError, DamagedTar):
-            return NONE
+        return self._states[shard] == now
 
     def _named(self, index: int, work: Callable[[str], T]) -> T:
         """Return what `work` returns; its error has the name of the sample, which is read only then."""
@@ -239,9 +227,13 @@ class Shards:
             ) from error
 
     def _key(self, index: int) -> str:
-        row = self.index.row(index)
+        row, start = self.index.row(index), 0
+        if index > self.index.first(row.shard):
+            before = self.index.row(index - 1)
+            # Headers follow the image before; parts that lie apart may have it later.
+            start = before.image - -before.image_size // BLOCK * BLOCK if before.image < row.image else 0
         with opened_tar(self.path(row.shard), FEW) as tar:
-            return key_at(tar, self.index.start_of_headers(row.shard, row.image), row.image)
+            return key_at(tar, start, row.image)
 
     def files_of(self, index: int) -> Files:
         """Return the shard."""
@@ -278,8 +270,8 @@ class Shards:
     def _first_with(self, part: str, present: bool) -> int:
         some, without = (SOME_LABELS, SOME_UNLABELLED) if part == "label" else (SOME_MASKS, SOME_UNMASKED)
         shard = int(np.argmax(self.index.table["kinds"] & (some if present else without) != 0))
-        has = self.index.labels(shard) >= 0 if part == "label" else self.index.has_masks(shard)
-        return self.index.first(shard) + int(np.argmax(has == present))
+        numbers = range(self.index.first(shard), self.index.ends[shard])
+        return next(n for n in numbers if (getattr(self.index.row(n), part) >= 0) == present)
 
     def _class_names(self) -> list[str]:
         """Return the lines of `classes.txt` next to the shards or one folder up; else the numbers."""
@@ -354,14 +346,9 @@ def shard_paths(root: str | Path) -> list[Path]:
         paths = [given]
     else:
         folder = existing(given, "the folder of shards")
-        paths = [folder / name for name in files(folder, (".tar",))] or _parquet_files(folder)
-        packed = [] if paths else files(folder, (".tar.gz", ".tgz"))
-        if packed:
-            raise BadData(
-                f"{root} holds compressed shards, such as {packed[0]}, which cannot be read by offset",
-                allowed="plain .tar files: images do not become smaller by compression",
-                do=f"gunzip {folder / packed[0]}, and the others likewise",
-            )
+        # Compressed ones are refused when they are read, with the command that unpacks them.
+        names = files(folder, (".tar",)) or _parquet_files(folder) or files(folder, (".tar.gz", ".tgz"))
+        paths = [folder / name for name in names]
     missing = [path for path in paths if not path.is_file()]
     if missing or not paths:
         raise BadData(
@@ -372,7 +359,7 @@ def shard_paths(root: str | Path) -> list[Path]:
     return paths
 
 
-def _parquet_files(folder: Path) -> list[Path]:
+def _parquet_files(folder: Path) -> list[str]:
     """Return the Parquet files of a folder; raise BadData where they are those of several splits."""
     names = files(folder, (PARQUET,))
     splits = sorted({name.partition("-")[0] for name in names} & SPLITS)
@@ -382,7 +369,7 @@ def _parquet_files(folder: Path) -> list[Path]:
             allowed="a folder for each split",
             do=" && ".join(f"mkdir {folder / one} && mv {folder}/{one}-*{PARQUET} {folder / one}" for one in splits),
         )
-    return [folder / name for name in names]
+    return names
 
 
 def _count(ranges: list[tuple[str, str]]) -> float:

@@ -178,24 +178,20 @@ def _described(kind: int, content: bytes, at: int, name: bytes, size_before: int
     """Return the name and the size that a header gives the next member; those from before where it gives none."""
     if kind == _LONG_NAME:
         return content.split(b"\0", 1)[0], size_before
-    return (name, size_before) if kind == _LONG_LINK else _pax_facts(content, at, name, size_before)
-
-
-def _pax_facts(content: bytes, at: int, name: bytes, size_before: int) -> tuple[bytes, int]:
-    found: dict[bytes, bytes] = {}
-    while content.strip(b"\0"):
-        length, _, _ = content.partition(b" ")
-        end = int(length) if length.isdigit() and len(length) < 10 else 0
-        word, equals, value = content[len(length) + 1 : max(end - 1, 0)].partition(b"=")
-        if not equals or end > len(content):
+    content, place = content.rstrip(b"\0"), 0
+    while kind != _LONG_LINK and place < len(content):
+        length, _, _ = content[place : place + 10].partition(b" ")
+        end = place + int(length) if length.isdigit() else 0
+        word, equals, value = content[place + len(length) + 1 : max(end - 1, 0)].partition(b"=")
+        is_size = word == b"size"
+        if not equals or end > len(content) or (is_size and not (value.isdigit() and len(value) < 19)):
             raise DamagedTar(f"a damaged pax header at byte {at:,}")
         if word.startswith(b"GNU.sparse"):
             raise DamagedTar(f"a sparse member at byte {at:,}")
-        found[word], content = value, content[end:]
-    size = found.get(b"size", b"%d" % size_before)
-    if b"size" in found and not (size.isdigit() and len(size) < 19):
-        raise DamagedTar(f"a damaged pax header at byte {at:,}")
-    return found.get(b"path", name).rstrip(b"/"), int(size)
+        name = value.rstrip(b"/") if word == b"path" else name
+        size_before = int(value) if is_size else size_before
+        place = end
+    return name, size_before
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def make_loaders(
     _same_everywhere(source, distributed.fail_together(lambda: _at_once(lambda: _filled(task, "val"))))
     chosen = order or _chosen_order(source, recipe)
     train, reason = _train_loader(source, task, recipe, device, workers, chosen)
-    notes = [*([reason] if reason else []), *_watch_shards(train, source, recipe, chosen)]
+    _watch_shards(train, source, recipe)
     val = make_val_loader(task, recipe, device, train.workers)
     # Before the contents are read: what changes in between is noticed.
     recorded = distributed.fail_together(lambda: _at_once(lambda: _recorded(train.samples, val.samples)))
@@ -68,7 +68,7 @@ def make_loaders(
     for files, part in zip(recorded, data_fingerprint.parts, strict=True):
         if files is not None:
             files.take_contents(part)
-    return Loaders(train, val, train.workers, data_fingerprint, chosen, notes)
+    return Loaders(train, val, train.workers, data_fingerprint, chosen, [reason] if reason else [])
 
 
 def make_train_loader(task: Task, recipe: AnyRecipe, device: torch.device) -> TrainLoader:
@@ -89,18 +89,16 @@ def _chosen_order(source: Source, recipe: AnyRecipe) -> SavedOrder:
     return SavedOrder(**distributed.rank_zero_or_raise(lambda: asdict(choose_order(*given))))
 
 
-def _watch_shards(train: TrainLoader, source: Source, recipe: AnyRecipe, order: SavedOrder) -> list[str]:
-    """Let shards be verified in the background, and their chunks be announced; return a note on their order."""
+def _watch_shards(train: TrainLoader, source: Source, recipe: AnyRecipe) -> None:
+    """Let shards be verified in the background, and their chunks be announced."""
     if (seal := seal_of(source)) is None:
-        return []
-    from halfstep.data.choose_order import order_notes  # here, because folders need no index
-    from halfstep.data.shard_bytes import Announcer
+        return
+    from halfstep.data.shard_bytes import Announcer  # here, because folders need no index
     from halfstep.data.shard_check import BackgroundCheck
 
     shards = seal.shards
     train.background = BackgroundCheck(shards, recipe.train.seed or 0, distributed.rank(), distributed.size())
     train.announce = Announcer(lambda chunk: shards.parts_of(number_in_index(source, n) for n in range(*chunk)))
-    return order_notes(order, source, train.share.window)
 
 
 def _train_loader(
