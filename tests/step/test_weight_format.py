@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Ema, Stepper, Window, island
-from halfstep.errors import StateMismatch, UnknownName, WrongUse
+from halfstep.errors import StartCheckFailed, StateMismatch, UnknownName, WrongUse
 from halfstep.precision.precision import precision_named
 from halfstep.step import weight_format
 from halfstep.step.weight_format import SPLIT, STOCHASTIC, join, round_stochastically_, split_
@@ -345,6 +345,32 @@ def test_another_precision_widens_the_weights_and_the_first_one_narrows_them_aga
     stepper.change_precision("bf16")
     assert equal(before, wide(stepper))
     assert stepper.step(loss_of, batch(2)).applied
+
+
+@pytest.mark.parametrize("form", [SPLIT, STOCHASTIC])
+def test_the_start_check_compares_with_fp32_weights(form: str) -> None:
+    model, twin = net(), net()
+    checked = narrow(model, MAKE["adamw"](model.parameters()), form, check=True)
+    plain = narrow(twin, MAKE["adamw"](twin.parameters()), form)
+    for number in range(3):
+        assert checked.step(loss_of, batch(number)) == plain.step(loss_of, batch(number))
+    assert checked.start_check is not None
+    assert not checked.start_check.not_checked
+    assert not checked.start_check.deviations
+    assert digest_of_run(checked) == digest_of_run(plain)
+
+
+def test_the_start_check_finds_a_parameter_without_a_gradient() -> None:
+    model = net()
+    stepper = narrow(model, MAKE["adamw"](model.parameters()), check=True)
+
+    def cut_off(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        cut = torch.is_autocast_enabled("cpu")
+        hidden = model[1](model[0](given[0]))
+        return (model[2](hidden.detach() if cut else hidden).float() - given[1]).square().mean()
+
+    with pytest.raises(StartCheckFailed):
+        stepper.step(cut_off, batch(0))
 
 
 def test_an_unfrozen_layer_is_stored_as_the_others() -> None:
