@@ -16,6 +16,7 @@ from halfstep.guard.monitors.monitors import Meters
 from halfstep.guard.repair.snapshot import RollbackSnapshot
 from halfstep.precision.precision import precision_named
 from halfstep.step import weight_format
+from halfstep.step.rerun import wide_weights
 from halfstep.step.weight_format import SPLIT, STOCHASTIC, join, round_stochastically_, split_
 from tests.support.digest import digest_of_run
 from tests.support.ranks import Ranks
@@ -400,6 +401,17 @@ def test_the_start_check_compares_with_fp32_weights(form: str) -> None:
     assert not checked.start_check.not_checked
     assert not checked.start_check.deviations
     assert digest_of_run(checked) == digest_of_run(plain)
+
+
+def test_weights_in_fp32_for_a_rerun_have_gradients_in_fp32() -> None:
+    model = net()
+    narrow(model, MAKE["adamw"](model.parameters())).step(loss_of, Window([batch(0), batch(1)]))
+    stored = [(p.data_ptr(), p.dtype, p.grad_dtype) for p in model.parameters()]
+    with wide_weights(model, precision_named("fp32")):
+        loss_of(model, batch(0)).backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert [(p.data_ptr(), p.dtype, p.grad_dtype) for p in model.parameters()] == stored
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_the_start_check_finds_a_parameter_without_a_gradient() -> None:

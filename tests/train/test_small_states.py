@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import halfstep
 from faults import rig
 from halfstep import Stepper
+from halfstep.checkpoint.packing import pack, unpack
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.checkpoint.reading import read_state
 from halfstep.errors import BadRecipe, MissingExtra, StateMismatch
@@ -89,7 +90,8 @@ def test_matrices_have_small_moments_and_others_fp32(state: str) -> None:
     assert small == {"up.weight", "down.weight", "conv.weight"}
     assert isinstance(optimizer.param_groups[0]["lr"], float)
     loaded = text_stepper(state, seed=1)
-    loaded.load_state_dict(copy.deepcopy(stepper.state_dict()))
+    plain, tensors = pack(stepper.state_dict(), "state")
+    loaded.load_state_dict(unpack(plain, {name: tensor.clone() for name, tensor in tensors.items()}, "a file"))
     for one in (stepper, loaded):
         own = one.optimizers["loss"].state
         quantized = [p for name, p in one.model.named_parameters() if name in small]
