@@ -405,7 +405,9 @@ def test_the_start_check_compares_with_fp32_weights(form: str) -> None:
 
 def test_weights_in_fp32_for_a_rerun_have_gradients_in_fp32() -> None:
     model = net()
-    narrow(model, MAKE["adamw"](model.parameters())).step(loss_of, Window([batch(0), batch(1)]))
+    stepper = narrow(model, MAKE["adamw"](model.parameters()))
+    for given in (Window([batch(0), batch(1)]), batch(2)):  # fp32 and then bf16, set by name
+        stepper.step(loss_of, given)
     stored = [(p.data_ptr(), p.dtype, p.grad_dtype) for p in model.parameters()]
     with wide_weights(model, precision_named("fp32")):
         loss_of(model, batch(0)).backward()
