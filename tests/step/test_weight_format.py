@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Ema, Stepper, Window, island
-from halfstep.errors import StateMismatch, UnknownName, WrongUse
+from halfstep.errors import StartCheckFailed, StateMismatch, UnknownName, WrongUse
+from halfstep.guard.monitors.monitors import Meters
+from halfstep.guard.repair.snapshot import RollbackSnapshot
 from halfstep.precision.precision import precision_named
 from halfstep.step import weight_format
+from halfstep.step.rerun import wide_weights
 from halfstep.step.weight_format import SPLIT, STOCHASTIC, join, round_stochastically_, split_
 from tests.support.digest import digest_of_run
 from tests.support.ranks import Ranks
@@ -38,9 +41,31 @@ def in_two(wide: Tensor) -> tuple[Tensor, Tensor]:
 def test_a_split_number_is_the_number_to_the_bit() -> None:
     any_bits = torch.randint(-(2**31), 2**31, (300_000,), dtype=torch.int64)
     ties = torch.arange(-4000, 4000, dtype=torch.int64) * 65536 + TIE
-    ends = torch.tensor([0, -(2**31), 1, 0x7F800000, 0x7F7FFFFF, 0x7FC00000, 0x7FFFFFFF], dtype=torch.int64)
+    ends = torch.tensor([0, -(2**31), 1, 0x8000, 0x7F800000, -0x800000, 0x7F7FFFFF], dtype=torch.int64)
     wide = from_bits(torch.cat([any_bits, ties, ends]))
+    wide = wide[~wide.isnan()]
     assert torch.equal(join(*in_two(wide)).view(torch.int32), wide.view(torch.int32))
+
+
+def test_a_nan_is_never_stored_as_a_number() -> None:
+    """The NaN of a GPU is 0x7FFFFFFF: a carry out of its low half would make it a zero."""
+    uppers = torch.cat([torch.arange(0x7F80, 0x8000), torch.arange(0xFF80, 0x10000)])
+    bits = (uppers[:, None] * 65536 + torch.tensor([1, 0x7FFF, 0x8000, 0xFFFF])).flatten()
+    wide = from_bits(torch.where(bits >= 2**31, bits - 2**32, bits))
+    assert wide.isnan().all()
+    high, low = in_two(wide)
+    assert high.isnan().all()
+    assert join(high, low).isnan().all()
+    round_stochastically_(wide, high.zero_(), torch.Generator().manual_seed(0))
+    assert high.isnan().all()
+
+
+def test_a_weight_that_is_set_to_zero_is_zero() -> None:
+    """As by pruning, a mask or nn.init, in the middle of a run: the low bits of before are still there."""
+    for zero in (0.0, -0.0):
+        high, low = in_two(torch.randn(1000))
+        joined = join(high.fill_(zero), low)
+        assert (joined.abs() <= 2**-133).all()
 
 
 def test_the_upper_half_is_rounded_to_nearest_and_ties_away_from_zero() -> None:
@@ -104,6 +129,7 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "muon": lambda p: torch.optim.Muon(p, 1e-4),
     "adagrad": lambda p: torch.optim.Adagrad(p, 1e-3),
 }
+OTHERS = "Adafactor Adadelta Adam Adamax ASGD NAdam RAdam Rprop".split()  # noqa: SIM905
 
 
 class Masters:
@@ -164,6 +190,22 @@ def test_split_weights_are_fp32_masters_to_the_bit(name: str, updates: int, monk
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), masters.model.parameters(), strict=True))
     state = stepper.optimizers["loss"].state.values()
     assert all(v.dtype is torch.float32 for kept in state for v in kept.values() if isinstance(v, Tensor))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_of_torch_update_split_weights_as_masters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_format, "LARGEST_PIECE", 1000)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, name)(parameters, 1e-3)  # type: ignore[no-any-return]
+
+    model = net()
+    masters, stepper = Masters(model, make), narrow(model, make(model.parameters()))
+    for number in range(20):
+        masters.step(batch(number))
+        stepper.step(loss_of, batch(number))
+    assert equal(wide(stepper), [p.detach() for p in masters.masters])
 
 
 def test_gradients_of_several_micro_batches_are_added_up_in_fp32() -> None:
@@ -261,14 +303,15 @@ def test_an_optimizer_with_its_own_step_is_called_once(monkeypatch: pytest.Monke
     assert stepper.optimizers["loss"].param_groups[0]["k"] == 3
 
 
-def test_hooks_of_parameters_survive_an_update() -> None:
+@pytest.mark.parametrize("check", [False, True])
+def test_hooks_of_parameters_survive_the_start_check_and_an_update(check: bool) -> None:
     model, calls = net(), []
     model[0].weight.register_hook(lambda g: calls.append(g.dtype) or g)
     model[2].weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.dtype))
-    stepper = narrow(model, MAKE["adamw"](model.parameters()))
+    stepper = narrow(model, MAKE["adamw"](model.parameters()), check=check)
     for number in range(3):
         stepper.step(loss_of, batch(number))
-    assert calls == [torch.bfloat16] * 6
+    assert calls == [torch.float32] * 2 * check + [torch.bfloat16] * 2 * (3 + check)
 
 
 def test_small_updates_are_not_lost() -> None:
@@ -347,6 +390,60 @@ def test_another_precision_widens_the_weights_and_the_first_one_narrows_them_aga
     assert stepper.step(loss_of, batch(2)).applied
 
 
+@pytest.mark.parametrize("form", [SPLIT, STOCHASTIC])
+def test_the_start_check_compares_with_fp32_weights(form: str) -> None:
+    model, twin = net(), net()
+    checked = narrow(model, MAKE["adamw"](model.parameters()), form, check=True)
+    plain = narrow(twin, MAKE["adamw"](twin.parameters()), form)
+    for number in range(3):
+        assert checked.step(loss_of, batch(number)) == plain.step(loss_of, batch(number))
+    assert checked.start_check is not None
+    assert not checked.start_check.not_checked
+    assert not checked.start_check.deviations
+    assert digest_of_run(checked) == digest_of_run(plain)
+
+
+def test_weights_in_fp32_for_a_rerun_have_gradients_in_fp32() -> None:
+    model = net()
+    stepper = narrow(model, MAKE["adamw"](model.parameters()))
+    for given in (Window([batch(0), batch(1)]), batch(2)):  # fp32 and then bf16, set by name
+        stepper.step(loss_of, given)
+    stored = [(p.data_ptr(), p.dtype, p.grad_dtype) for p in model.parameters()]
+    with wide_weights(model, precision_named("fp32")):
+        loss_of(model, batch(0)).backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert [(p.data_ptr(), p.dtype, p.grad_dtype) for p in model.parameters()] == stored
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_start_check_finds_a_parameter_without_a_gradient() -> None:
+    model = net()
+    stepper = narrow(model, MAKE["adamw"](model.parameters()), check=True)
+
+    def cut_off(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        cut = torch.is_autocast_enabled("cpu")
+        hidden = model[1](model[0](given[0]))
+        return (model[2](hidden.detach() if cut else hidden).float() - given[1]).square().mean()
+
+    with pytest.raises(StartCheckFailed):
+        stepper.step(cut_off, batch(0))
+
+
+@pytest.mark.parametrize("form", [SPLIT, STOCHASTIC])
+def test_meters_do_not_count_updates_as_lost(form: str) -> None:
+    """At lr 1e-5 most of the bf16 numbers stay; the low bits, or one update in many, move."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step > 2))
+    stepper = narrow(model, optimizer, form, ema=Ema(model, 0.999), schedule=schedule, observe=False)
+    meters, found = Meters(stepper, every=1), []
+    for number in range(16):
+        meters.before()
+        found += meters.after(stepper.step(loss_of, batch(number)))
+    assert found == []
+    assert meters.readings.get("lost_update_share", 0.0) < 0.05
+
+
 def test_an_unfrozen_layer_is_stored_as_the_others() -> None:
     model = net()
     model[0].requires_grad_(False)
@@ -402,14 +499,80 @@ def test_stop_save_load_go_on(form: str, model_first: bool) -> None:
     assert equal(wide(second), wide(straight))
 
 
+@pytest.mark.parametrize("form", [SPLIT, STOCHASTIC])
+def test_a_rollback_restores_every_bit_more_than_once(form: str) -> None:
+    stepper = make(form, 0)
+    snapshot, after = RollbackSnapshot(stepper), set()
+    stepper.step(loss_of, batch(0))
+    snapshot.take()
+    before = digest_of_run(stepper)
+    for _ in range(2):
+        stepper.step(loss_of, batch(1))
+        after.add(digest_of_run(stepper))
+        assert snapshot.restore() == 1
+        assert digest_of_run(stepper) == before
+    assert len(after) == 1
+
+
+def test_a_compiled_model_continues_an_uncompiled_one() -> None:
+    first = make(SPLIT, 0)
+    first.step(loss_of, batch(0))
+    inner = net(seed=1)
+    model = torch.compile(inner, backend="eager")
+    second = narrow(model, MAKE["adamw"](model.parameters()), ema=Ema(model, 0.9))
+    inner.load_state_dict(first.model.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for stepper in (first, second):
+        stepper.step(loss_of, batch(1))
+    assert equal(wide(first), wide(second))
+
+
+class Odd(nn.Module):
+    """Tied weights, and parameters of no element, of one, and without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+        self.head.weight = self.table.weight
+        self.none, self.one, self.number = map(nn.Parameter, (torch.empty(0), torch.ones(1, 1), torch.ones(())))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids) * self.one * self.number + self.none.sum())
+
+
+@pytest.mark.parametrize("form", [SPLIT, STOCHASTIC])
+def test_tied_and_tiny_parameters_in_groups_with_a_nan_between(form: str) -> None:
+    def stepper(seed: int) -> Stepper:
+        torch.manual_seed(seed)
+        model = Odd()
+        tiny = {"params": [model.none, model.one, model.number], "lr": 1e-2, "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW([{"params": [model.table.weight]}, tiny], 1e-3)
+        return narrow(model, optimizer, form, ema=Ema(model, 0.9), clip_norm=1.0, check=True)
+
+    def loss(model: nn.Module, ids: Tensor, factor: float = 1.0) -> Tensor:
+        return nn.functional.cross_entropy(model(ids).float(), ids.roll(1)) * factor
+
+    first, second, ids = stepper(0), stepper(1), torch.arange(32)
+    assert all(first.step(loss, ids + number).applied for number in range(3))
+    before = digest_of_run(first)
+    assert not first.step(lambda m, b: loss(m, b, float("nan")), ids).applied
+    assert digest_of_run(first) == before
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert all(one.step(loss, ids + 3).applied for one in (first, second))
+    assert digest_of_run(first) == digest_of_run(second) != before
+    assert first.model.head.weight is first.model.table.weight
+
+
 def test_a_state_of_another_format_is_refused() -> None:
     split, stochastic = make(SPLIT, 0), make(STOCHASTIC, 0)
     model = net()
     plain = Stepper(model, MAKE["adamw"](model.parameters()), precision=BF16, ema=Ema(model, 0.9))
     for own, other in ((split, stochastic), (stochastic, split), (split, plain), (plain, split)):
         before = digest_of_run(own)
-        with pytest.raises(StateMismatch):
+        with pytest.raises(StateMismatch) as refused:
             own.load_state_dict(other.state_dict())
+        assert ("fp32" if other is plain else other.weights.format) in refused.value.do
         assert digest_of_run(own) == before
 
 
@@ -426,6 +589,19 @@ def test_bf16_weights_are_taken_by_name_only() -> None:
     stepper = narrow(model, adagrad)
     assert stepper.step(loss_of, batch(0)).applied
     assert {state["sum"].dtype for state in adagrad.state.values()} == {torch.float32}
+
+
+class Refuses:
+    name, same_on_all_ranks = "refuses", True
+
+    def passes(self, report: Any) -> bool:
+        return False
+
+
+def test_a_step_that_a_guard_refuses_names_its_gradients_format() -> None:
+    model = net()
+    report = narrow(model, MAKE["sgd"](model.parameters()), guards=[Refuses()]).step(loss_of, batch(0))
+    assert (report.applied, report.gradient_format) == (False, "bf16")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -484,4 +660,21 @@ def on_rank(rank: int, form: str, steps: int) -> list[list[float]]:
 @pytest.mark.parametrize("form", [SPLIT, STOCHASTIC])
 def test_replicas_stay_equal_to_the_bit(on_ranks: Ranks, form: str) -> None:
     first, second = on_ranks(on_rank, form, 50)
+    assert first == second
+
+
+def until_all_are_done(rank: int, form: str) -> list[list[int]]:
+    model = net(seed=rank)
+    stepper = narrow(model, torch.optim.AdamW(model.parameters(), 1e-3), form, clip_norm=1.0)
+    for number in range(2 + rank):
+        assert stepper.step(loss_of, Window([batch(number), batch(7 + number)])).applied
+    while stepper.step(None) is not None:
+        pass
+    assert stepper.counts.applied == 3
+    return [one.view(torch.int32).flatten().tolist() for one in wide(stepper)]
+
+
+@pytest.mark.ranks
+def test_ranks_with_unequal_numbers_of_batches_end_together(on_ranks: Ranks) -> None:
+    first, second = on_ranks(until_all_are_done, SPLIT)
     assert first == second

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import halfstep
+from faults import rig
 from halfstep import Stepper
-from halfstep.checkpoint.paths import generations
+from halfstep.checkpoint.packing import pack, unpack
+from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.checkpoint.reading import read_state
 from halfstep.errors import BadRecipe, MissingExtra, StateMismatch
+from halfstep.journal.jsonl import JOURNAL, read_events
 from halfstep.precision.precision import precision_named
 from halfstep.recipe.schema import OptimizerOptions
 from halfstep.step.small_states import KIND, kind_of, to_parts
@@ -83,13 +88,16 @@ def test_matrices_have_small_moments_and_others_fp32(state: str) -> None:
         name for name, p in stepper.model.named_parameters() if kind_of(optimizer.state[p]["exp_avg"]) == KINDS[state]
     }
     assert small == {"up.weight", "down.weight", "conv.weight"}
-    quantized = [p for name, p in stepper.model.named_parameters() if name in small]
-    parts = [
-        value for p in quantized for key in ("exp_avg", "exp_avg_sq") for value in plain_of(optimizer.state[p][key])
-    ]
-    unique = {part.data_ptr(): part.nbytes for part in parts}
-    assert sum(unique.values()) <= 0.26 * sum(8 * p.numel() for p in quantized)
     assert isinstance(optimizer.param_groups[0]["lr"], float)
+    loaded = text_stepper(state, seed=1)
+    plain, tensors = pack(stepper.state_dict(), "state")
+    loaded.load_state_dict(unpack(plain, {name: tensor.clone() for name, tensor in tensors.items()}, "a file"))
+    for one in (stepper, loaded):
+        own = one.optimizers["loss"].state
+        quantized = [p for name, p in one.model.named_parameters() if name in small]
+        parts = [value for p in quantized for key in ("exp_avg", "exp_avg_sq") for value in plain_of(own[p][key])]
+        unique = {part.data_ptr(): part.nbytes for part in parts}
+        assert sum(unique.values()) <= 0.26 * sum(8 * p.numel() for p in quantized)
 
 
 def plain_of(value: Tensor) -> list[Tensor]:
@@ -160,30 +168,60 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 # -- runs -----------------------------------------------------------------------------------------------------------
 
-RUN = {"optimizer__name": "adamw", "model__width": 4096, "train__ema": 0.9, "train__check": False, "precision": "bf16"}
+RUN = {"optimizer__name": "adamw", "model__width": 4096, "train__ema": 0.9, "precision": "bf16"}
+KILLED_AT = 8
+
+
+class Killed(Tiny):
+    """Ends with SIGKILL in its eighth step, while the checkpoint of the sixth is there."""
+
+    batches = 0
+
+    def loss(self, model: nn.Module, batch: Any, metrics: Any = None) -> Tensor:
+        self.batches += int(model.training)
+        if self.batches == KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch, metrics)
 
 
 @pytest.mark.parametrize(
-    ("state", "weight_format"), [("int8", "fp32"), ("fp8", "fp32"), ("int8", "bf16-stochastic"), ("fp32", "bf16-split")]
+    ("state", "weight_format"),
+    [
+        ("int8", "fp32"),
+        ("fp8", "fp32"),
+        ("int8", "bf16-stochastic"),
+        ("fp32", "bf16-split"),
+        pytest.param("fp8", "bf16-split", marks=pytest.mark.full),
+    ],
 )
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, state: str, weight_format: str) -> None:
-    more: dict[str, Any] = {**RUN, "optimizer__state": state, "train__weight_format": weight_format}
-    (tmp_path / "straight").mkdir()
-    (tmp_path / "stopped").mkdir()
-    straight = fit(tmp_path / "straight", **more)
-    stopped(tmp_path / "stopped", Stopping, **more)
-    plain, tensors = read_state(generations(tmp_path / "stopped" / "run" / "checkpoints")[0], 0)
+def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, state: str, weight_format: str) -> None:
+    more = {key.replace("__", "."): value for key, value in RUN.items()}
+    more |= {"optimizer.state": state, "train.weight_format": weight_format, "train.steps": 12}
+    more["checkpoint.background"] = False
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    assert rig.run(cut, more, task=Killed) == -signal.SIGKILL, rig.said(cut)
+    plain, tensors = read_state(generations(cut / CHECKPOINTS)[0], 0)
     then = State.from_parts(plain, tensors, "the checkpoint").optimizers["loss"]["state"]
     kinds = {value[KIND] for kept in then.values() for value in kept.values() if isinstance(value, dict)}
     assert kinds == ({KINDS[state]} if state in KINDS else set())
     assert {p.dtype for name, p in tensors.items() if name.startswith("weights/parameters/")} == {torch.float32}
-    again = fit(tmp_path / "stopped", **more)
-    assert again.metrics == straight.metrics
-    assert digest(tmp_path / "stopped") == digest(tmp_path / "straight")
+    for folder in (cut, whole):
+        assert rig.run(folder, more) == 0, rig.said(folder)
+    starts = [event for event in read_events(cut / JOURNAL) if event["event"] == "start"]
+    assert starts[-1]["resumed"]["checkpoint"]
+    assert rig.ending(cut) == rig.ending(whole)
 
 
-def digest(folder: Path) -> str:
-    return str(json.loads((folder / "run" / "result.json").read_text())["weights"])
+@pytest.mark.parametrize("weight_format", ["fp32", "bf16-split"])
+def test_a_failed_step_is_replayed(tmp_path: Path, weight_format: str) -> None:
+    more = {"optimizer__state": "int8", "train__weight_format": weight_format, "data__nan": [5], "train__check": False}
+    fit(tmp_path, **RUN, **more)
+    replayed = halfstep.replay(tmp_path / "run", task=Tiny)
+    assert replayed.verdict is not None
+    assert replayed.same_culprit
+    own, *others = replayed.reruns
+    assert (own.finite, own.precision) == (False, "bf16")
+    assert "fp32" in [other.precision for other in others]
 
 
 def test_a_run_in_another_weight_format_continues_from_the_same_bits(tmp_path: Path) -> None:

@@ -93,7 +93,9 @@ class Objective:
 
     def collect(self) -> None:
         """Collect the gradients that backward left; raise WrongUse if it reached no optimizer."""
-        if not any([slot.gradients.collect() for slot in self.slots]):
+        reached = any([slot.gradients.collect() for slot in self.slots])
+        # A rank without a batch has none where no other rank has a batch either.
+        if not reached and self.loss.microbatches:
             raise _no_gradient(self.slots)
 
     def read(self, numbers: Iterator[float]) -> None:

@@ -362,13 +362,16 @@ class OptimizerSlot:
     def load_state_dict(self, state: OptimizerSlotState) -> None:
         """Load the states of optimizer and schedule."""
         saved = state["optimizer"]
-        if any(isinstance(v, Mapping) for kept in _states_in(saved) for v in kept.values()):
-            from halfstep.step.small_states import with_small_states
+        small = any(isinstance(v, Mapping) for kept in _states_in(saved) for v in kept.values())
+        if small:
+            from halfstep.step.small_states import share_tables, with_small_states
 
             saved = with_small_states(saved)
         self.optimizer.load_state_dict(saved)
         if self.weights is not None:
             self._put_wide_states(saved)
+        if small:
+            share_tables(self.optimizer.state.values())
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
 

@@ -229,7 +229,7 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
     origins = NonfiniteOrigins(model, attempt.microbatches, held.tensors)
     bad_before = set(_not_finite(model, held))
     kept = undisturbed(model, attempt, held, device, compiled=config.compiled)
-    with kept as rollback, trial_island(model, *config.islands), _wide_weights(model, config.precision):
+    with kept as rollback, trial_island(model, *config.islands), wide_weights(model, config.precision):
         with ExitStack() as active:
             active.enter_context(config.precision.scope(device))
             if not config.compiled:
@@ -251,18 +251,24 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
 
 
 @contextmanager
-def _wide_weights(model: nn.Module, precision: Precision) -> Iterator[None]:
+def wide_weights(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Store trained weights in fp32 inside the context, for a precision that does not cast them."""
     trained = [] if precision.casts else [p for p in model.parameters() if p.requires_grad]
-    stored = [(parameter, parameter.data) for parameter in trained if is_narrow(parameter.dtype)]
-    for parameter, data in stored:
-        parameter.data = data.float()
+    stored = [(p, p.data, getattr(p, "grad_dtype", None)) for p in trained if is_narrow(p.dtype)]
     try:
+        for parameter, data, _ in stored:  # inside: there may be no room for the last ones
+            _store_as(parameter, data.float(), torch.float32)
         yield
     finally:
-        for parameter, data in stored:
-            parameter.grad = None
-            parameter.data = data
+        for parameter, data, dtype in stored:
+            _store_as(parameter, data, dtype)
+
+
+def _store_as(parameter: Tensor, data: Tensor, gradient_dtype: torch.dtype | None) -> None:
+    parameter.grad = None
+    parameter.data = data
+    if gradient_dtype is not None and hasattr(parameter, "grad_dtype"):
+        parameter.grad_dtype = gradient_dtype
 
 
 def _not_finite(model: nn.Module, held: HeldTensors) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ torchao keeps a moment as a tensor subclass, which can be neither copied nor wri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -94,6 +94,16 @@ def from_parts(saved: Mapping[str, Any]) -> Tensor:
             do="use another checkpoint",
         ) from error
     return sharded_as(codes, own, tuple(codes.shape)) if distributed.is_shard(codes) else own
+
+
+def share_tables(states: Iterable[Any]) -> None:
+    """Give loaded states of one kind one table again: for the smallest, it is a fifth of their bytes."""
+    tables: dict[tuple[str, torch.device, bool], Tensor] = {}
+    for value in (value for kept in states if isinstance(kept, Mapping) for value in kept.values()):
+        kind, own = kind_of(value), getattr(value, "_local_tensor", value)
+        if kind is not None and "qmap" in _PARTS[kind]:
+            table = tables.setdefault((kind, own.device, own.signed), own.qmap)
+            own.qmap = table if torch.equal(table, own.qmap) else own.qmap
 
 
 def sharded_as(other: Any, own: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -46,6 +46,7 @@ from halfstep.step.rerun import (
     holdings,
     run_microbatches,
     undisturbed,
+    wide_weights,
 )
 from halfstep.step.step_inputs import StepInputs, set_generator_states
 
@@ -163,8 +164,6 @@ def _check_possible(model: nn.Module, attempt: StepInputs, ranks: int) -> None:
         raise _NotComparable("there is no loss function and batch to run again; step(loss_fn, batch) has them")
     if distributed.is_sharded(model.parameters()):
         raise _NotComparable("the model is under fully_shard, which gathers weights in the format of the run")
-    if any(parameter.requires_grad and parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
-        raise _NotComparable("trained weights are stored in bf16, and fp32 would need a wide copy")
     if isinstance(model, DistributedDataParallel):
         raise _NotComparable("the model is in DistributedDataParallel, whose runs exchange gradients")
     if ranks > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
@@ -240,6 +239,7 @@ class _Runs:
         batch = [*attempt.microbatches, *(tensor for tensor in own.values() if tensor.numel() <= _LARGE)]
         values = ModuleValues(model, precision.computes, gradients=reference and self._precision.scaled)
         with batch_kept(batch), kept, _host_random_kept(), ExitStack() as active:
+            active.enter_context(wide_weights(model, precision))
             if reference:
                 active.enter_context(as_plain(model))
             active.enter_context(precision.scope(self._device))

@@ -310,7 +310,9 @@ class Stepper(StepperBase):
             # Only now: a NaN norm must never become a clip factor.
             objective.ready()
         refused = refused_by(self.guards, report, self.ranks, self._begun)
-        return report if refused is None else report_of(objectives, self.counts, GUARD + refused, aux)
+        if refused is None:
+            return report
+        return report_of(objectives, self.counts, GUARD + refused, aux)._replace(gradient_format=report.gradient_format)
 
     def _bad_buffer(self) -> bool:
         """Return whether this window made a buffer non-finite, here or on another rank."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import distributed
-from halfstep.errors import WrongUse, same_keys, same_presence
+from halfstep.errors import StateMismatch, WrongUse, same_keys, same_presence
 from halfstep.finding import Finding
 from halfstep.formats import FP32
 from halfstep.observe.precision_check import LookAgain, LookSchedule, Observation, Watch, may_look_again
@@ -381,6 +381,7 @@ class StepperBase:
             StateMismatch: The state does not fit; nothing is changed.
         """
         ours = self.state_dict()
+        _same_weight_format(ours, state)
         same_keys("a Stepper's state", ours, state)
         same_keys("optimizers", ours["optimizers"], state["optimizers"])
         for name, slot in self._slots.items():
@@ -408,6 +409,7 @@ class StepperBase:
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Load a state of `own_state()`; raise StateMismatch before anything is changed."""
         ours = self.own_state()
+        _same_weight_format(ours, state)
         same_keys("a Stepper's own state", ours, state)
         for key in ("losses", "counts"):
             same_keys(key, ours[key], state[key])
@@ -425,6 +427,16 @@ class StepperBase:
         self.counts.load_state_dict(state["counts"])
         if self.weights is not None:
             self.weights.load_state_dict(state["weights"])
+
+
+def _same_weight_format(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    own, then = (state["weights"]["format"] if "weights" in state else FP32.name for state in (ours, saved))
+    if own != then:
+        raise StateMismatch(
+            f"the weights were saved as {then}",
+            allowed=f"{own}, which this Stepper has",
+            do=f"Stepper(..., weight_format={then!r})",
+        )
 
 
 def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:

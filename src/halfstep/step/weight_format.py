@@ -8,6 +8,7 @@ probability that keeps the mean.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
@@ -20,6 +21,7 @@ from halfstep import distributed
 from halfstep.errors import StateMismatch, WrongUse, same_keys, unknown_name
 from halfstep.finding import Finding
 from halfstep.formats import BF16, FP32, is_narrow
+from halfstep.observe.recorder import as_written
 from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision
 from halfstep.step.optimizer_slot import OptimizerSlot, owned_by
@@ -53,22 +55,27 @@ def split_(wide: Tensor, high: Tensor, low: Tensor) -> None:
     halves = _halves(wide)
     rest = _row(low).copy_(halves[:, _LOW])
     torch.sub(halves[:, _HIGH], rest >> 15, out=_row(high).view(torch.int16))
+    # The NaN of a GPU has all bits set: with the carry it would be a zero.
+    _row(high).masked_fill_(_row(wide).isnan(), math.nan)
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 tensor that `split_` was given, bit by bit."""
+    """Return the fp32 tensor that `split_` was given, bit by bit; a NaN may have another payload."""
     wide = torch.empty_like(high, dtype=torch.float32)
     halves, rest = _halves(wide), _row(low)
     halves[:, _LOW] = rest
-    halves[:, _HIGH] = (rest >> 15).add_(_row(high).view(torch.int16))
+    # No zero has a carry: one that was written into a weight since, as pruning does, would become a NaN.
+    carry = (rest >> 15).masked_fill_(_row(high) == 0, 0)
+    halves[:, _HIGH] = carry.add_(_row(high).view(torch.int16))
     return wide
 
 
 def round_stochastically_(wide: Tensor, high: Tensor, generator: torch.Generator | None) -> None:
     """Round an fp32 tensor to one of the two nearest bf16 numbers, by chance; `wide` is overwritten."""
-    bits = _row(wide).view(torch.int32)
+    bits, nan = _row(wide).view(torch.int32), _row(wide).isnan()
     bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
     _row(high).view(torch.int16).copy_(_halves(wide)[:, _HIGH])
+    _row(high).masked_fill_(nan, math.nan)
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -132,7 +139,7 @@ class NarrowWeights:
     def follow(self) -> None:
         """Convert parameters that were added or unfrozen, and widen those that became a part of an island."""
         wide = set(map(id, _kept_wide(self._model)))
-        names = {id(p): name for name, p in self._model.named_parameters()}
+        names = {id(p): as_written(name) for name, p in self._model.named_parameters()}
         for p in [p for p in self._narrow if p.dtype is not torch.bfloat16]:  # widened by an island, or by the user
             del self._narrow[p]
             p.grad_dtype = p.dtype  # type: ignore[attr-defined]
@@ -193,6 +200,10 @@ class NarrowWeights:
         if kept is None:
             return p.detach()
         return p.detach().float() if kept.low is None else join(p.detach(), self._low_of(p, kept.low))
+
+    def rounds_at_random(self, p: Tensor) -> bool:
+        """Return whether an update may leave an element unchanged, and be right on average."""
+        return p in self._narrow and self.format == STOCHASTIC
 
     def put(self, p: Tensor, value: Tensor) -> None:
         """Set a parameter to an fp32 value."""
@@ -329,14 +340,8 @@ class NarrowWeights:
         return {"format": self.format, "seed": self.seed, "low_bits": low}
 
     def check_state(self, state: WeightFormatState) -> None:
-        """Raise StateMismatch for the state of another format or other parameters."""
+        """Raise StateMismatch for the state of other parameters."""
         same_keys("the weights", self.state_dict(), state)
-        if state["format"] != self.format:
-            raise StateMismatch(
-                f"the weights were saved as {state['format']}",
-                allowed=f"{self.format}, which this Stepper has",
-                do=f"Stepper(..., weight_format={state['format']!r})",
-            )
         own = self.state_dict()["low_bits"]
         same_keys("the low bits of the weights", own, state["low_bits"])
         for name, low in own.items():

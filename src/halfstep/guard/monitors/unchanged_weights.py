@@ -95,7 +95,7 @@ class StillAverage(UnchangedWeights):
         average = _average(sample, before.one)
         if average is None:
             return None
-        return part_of(average) == before.numbers, part_of(before.one.parameter) != before.numbers
+        return part_of(average) == before.numbers, _stored(sample, before.one) != before.numbers
 
     def judged(self, sample: SampledStep, before: WeightBefore, share: float) -> Finding | None:
         """Report an average of which no element moved."""
@@ -110,6 +110,12 @@ class StillAverage(UnchangedWeights):
             f"weight differs: its steps with decay {ema.decay:g} are too small for the format",
             "halfstep.Ema(model, decay), which averages in fp32; or a smaller decay",
         )
+
+
+def _stored(sample: SampledStep, one: Trained) -> Tensor:
+    """Return a part of the weight; with the low bits, where these are stored next to it."""
+    weights = sample.stepper.weights
+    return part_of(one.parameter if weights is None else weights.wide(one.parameter))
 
 
 def _average(sample: SampledStep, one: Trained) -> Tensor | None:
@@ -135,15 +141,16 @@ class LostUpdates(UnchangedWeights):
         """Copy the weight, and record where its gradient is non-zero."""
         assert one.parameter.grad is not None
         rate = _rate(one)
-        # A schedule that starts or ends at 0 changes nothing by design.
-        if rate == 0.0:
+        # A schedule that starts or ends at 0 changes nothing by design; stochastic rounding, few elements at a time.
+        weights = sample.stepper.weights
+        if rate == 0.0 or (weights is not None and weights.rounds_at_random(one.parameter)):
             return None
-        return _Pushed(one, part_of(one.parameter).clone(), rate, part_of(one.parameter.grad) != 0)
+        return _Pushed(one, _stored(sample, one).clone(), rate, part_of(one.parameter.grad) != 0)
 
     def moved(self, sample: SampledStep, before: WeightBefore) -> tuple[Tensor, Tensor] | None:
         """Compare the weight with its copy."""
         assert isinstance(before, _Pushed)
-        return part_of(before.one.parameter) == before.numbers, before.pushed
+        return _stored(sample, before.one) == before.numbers, before.pushed
 
     def judged(self, sample: SampledStep, before: WeightBefore, share: float) -> Finding | None:
         """Report a weight of which many elements did not move."""
