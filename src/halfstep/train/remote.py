@@ -21,7 +21,7 @@ from halfstep.launch_variables import launched_rank
 from halfstep.status_line import Now
 from halfstep.store.address import check_installed, parse_address
 from halfstep.store.process import LOST, StoreProcess
-from halfstep.train.remote_generations import BEST, DAMAGED, LEASE, TAKEN, Known, Lease, Restored
+from halfstep.train.remote_generations import BEST, DAMAGED, LEASE, TAKEN, Known, Lease, Restored, UploadRequest
 from halfstep.train.run_folder import RECIPE, RESTORING
 
 GENERATIONS = "halfstep.train.remote_generations"
@@ -216,7 +216,7 @@ class Remote:
             failures = 0
             self._done(generation, withdrawn, uploaded)
 
-    def _request(self, lease: Lease, generation: CheckpointDir, withdrawn: list[str]) -> dict[str, Any]:
+    def _request(self, lease: Lease, generation: CheckpointDir, withdrawn: list[str]) -> UploadRequest:
         return {
             "lease": asdict(lease),
             "folder": str(self._folder.absolute()),

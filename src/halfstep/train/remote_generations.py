@@ -21,7 +21,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypedDict
 
 from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.errors import StoreFailed
@@ -150,16 +150,49 @@ class Restored:
     """Newer checkpoints that are damaged, and why."""
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Restored:
+    def of(cls, content: Any) -> Restored:
         known = content["known"]
         return cls(content["name"], Known(**known) if known else None, content["skipped"])
+
+
+class Place(TypedDict):
+    """The part of every request that names the store."""
+
+    address: str
+    patience: float
+
+
+class ClaimRequest(Place):
+    """The request of `claim`."""
+
+    launch: str
+    known: Any
+    """The fields of a Known."""
+
+
+class RestoreRequest(Place):
+    """The request of `restore`."""
+
+    folder: str
+
+
+class UploadRequest(TypedDict):
+    """The request of `upload`."""
+
+    lease: Any
+    """The fields of a Lease."""
+    folder: str
+    name: str
+    keep: int
+    skipped: list[str]
+    withdrawn: list[str]
 
 
 class Damaged(Exception):
     """A checkpoint in the store that differs from its commit; its text is the reason."""
 
 
-def claim(request: Mapping[str, Any]) -> dict[str, Any]:
+def claim(request: ClaimRequest) -> dict[str, object]:
     """Make a launch the owner of a place and return its lease; raise StoreFailed `taken` for another run's place."""
     store = _store(request)
     known = Known(**request["known"])
@@ -178,7 +211,7 @@ def claim(request: Mapping[str, Any]) -> dict[str, Any]:
     raise _taken(store, "is claimed by another launch again and again")
 
 
-def _lease(request: Mapping[str, Any], owner: Owner, conditional: bool) -> Lease:
+def _lease(request: Place, owner: Owner, conditional: bool) -> Lease:
     return Lease(request["address"], request["patience"], owner.run, owner.number, owner.launch, conditional)
 
 
@@ -221,13 +254,13 @@ def _write_owner(store: Store, owner: Owner, tag: str, conditional: bool) -> boo
     return store.replace(OWNER, owner.text(), tag) if tag else store.create(OWNER, owner.text())
 
 
-def upload(request: Mapping[str, Any]) -> str | None:
+def upload(request: UploadRequest) -> str | None:
     """Upload and commit a checkpoint of the run in `folder`, then remove older ones; return the name of the commit.
 
     `withdrawn` are checkpoints that the run has set aside: they are removed first. None where local retention has
     removed the checkpoint before it could be opened. Raises StoreFailed `taken` where a later launch owns the place.
     """
-    lease, folder, name = Lease(**request["lease"]), Path(request["folder"]), str(request["name"])
+    lease, folder, name = Lease(**request["lease"]), Path(request["folder"]), request["name"]
     store = _store(request["lease"])
     owner, tag = _owned(store, lease)
     found = committed(store, owner)
@@ -251,7 +284,7 @@ def upload(request: Mapping[str, Any]) -> str | None:
     _write_commit(store, target, Commit(lease.run, name, seals, beside), lease)
     if not _write_owner(store, Owner(lease.run, lease.number, lease.launch, target.key), tag, lease.conditional):
         _owned(store, lease)
-    retain(store, lease, target, int(request["keep"]), request["skipped"])
+    retain(store, lease, target, request["keep"], request["skipped"])
     return target.key
 
 
@@ -436,7 +469,7 @@ def _damage(failure: StoreFailed, what: str) -> Exception:
     return Damaged(f"{what} {reasons[failure.kind]}") if failure.kind in reasons else failure
 
 
-def restore(request: Mapping[str, Any]) -> dict[str, Any]:
+def restore(request: RestoreRequest) -> dict[str, object]:
     """Download the newest intact checkpoint of a place into an empty run folder, with all that a resume needs.
 
     Every byte is compared with the commit. Returns a `Restored`. Raises StoreFailed `damaged` where there are commits
@@ -509,7 +542,7 @@ def _fetched(store: Store, key: str, seal: Seal, file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def _put_in_place(folder: Path, lease: Mapping[str, Any]) -> None:
+def _put_in_place(folder: Path, lease: Mapping[str, object]) -> None:
     """Move the restored files into the run's folder; the recipe, which makes it a run, comes last."""
     draft = folder / RESTORING
     write_json(folder / LEASE, lease)
@@ -522,7 +555,7 @@ def _put_in_place(folder: Path, lease: Mapping[str, Any]) -> None:
     shutil.rmtree(draft)
 
 
-def _with_seal(content: Mapping[str, Any]) -> bytes:
+def _with_seal(content: Mapping[str, object]) -> bytes:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return f'{{"seal":"{hashlib.sha256(text.encode()).hexdigest()}","content":{text}}}\n'.encode()
 
@@ -539,5 +572,5 @@ def _unsealed(text: bytes) -> dict[str, Any]:
     return content
 
 
-def _store(request: Mapping[str, Any]) -> Store:
+def _store(request: Place) -> Store:
     return Store(parse_address(request["address"], "checkpoint.remote"), request["patience"])
