@@ -221,7 +221,7 @@ def cost(place: Path, pairs: int) -> Figures:
             for number in numbers[:5000]:
                 source.content(number)
             best = 1e9
-            for _ in range(5):
+            for _ in range(3):
                 begin = time.process_time()
                 for number in numbers:
                     source.content(number)
