@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -103,10 +103,11 @@ class SavedPosition(TypedDict):
 
 
 class SavedPrecision(TypedDict):
-    """The precision and its islands in fp32."""
+    """The precision, its islands in fp32, and the layers that were converted to fp8, if any."""
 
     name: str
     islands: list[str]
+    converted: NotRequired[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class State:
             },
             guards={guard.name: guard.state_dict() for guard in stateful(live.parts.stepper)},
             recipe=live.recipe.model_dump(mode="json"),
-            precision={"name": stepper["precision"], "islands": sorted(islands(live.parts.model))},
+            precision=_saved_precision(live, stepper),
             auto_choices=live.auto_choices.as_dict(),
         )
 
@@ -398,9 +399,18 @@ def _check_precision(now: State, saved: State) -> None:
         )
 
 
+def _saved_precision(live: RunObjects, stepper: Mapping[str, Any]) -> SavedPrecision:
+    found: SavedPrecision = {"name": stepper["precision"], "islands": sorted(islands(live.parts.model))}
+    if "converted" in stepper:
+        found["converted"] = stepper["converted"]
+    return found
+
+
 def _in_words(precision: SavedPrecision) -> str:
     in_fp32 = ", ".join(precision.get("islands", ()))
-    return f"{precision.get('name')}{f' with {in_fp32} in fp32' if in_fp32 else ''}"
+    in_fp8 = precision.get("converted", {})
+    converted = f", {len(in_fp8)} layers in {', '.join(sorted(set(in_fp8.values())))}" if in_fp8 else ""
+    return f"{precision.get('name')}{f' with {in_fp32} in fp32' if in_fp32 else ''}{converted}"
 
 
 def _check_weights(live: RunObjects, now: State, saved: State) -> None:
@@ -485,6 +495,7 @@ def _of_stepper(live: RunObjects, saved: State) -> dict[str, Any]:
         for name, loss in saved.loss_scales.items()
     }
     rest = {"precision": saved.precision["name"], "counts": saved.counts["steps"], "ema": saved.ema}
+    rest |= {"converted": saved.precision["converted"]} if "converted" in saved.precision else {}
     return {**rest, "optimizers": optimizers, "losses": losses}
 
 
