@@ -16,6 +16,7 @@ from halfstep.errors import WrongUse, same_keys, same_presence
 from halfstep.finding import Finding
 from halfstep.formats import FP32
 from halfstep.observe.precision_check import LookAgain, LookSchedule, Observation, Watch, may_look_again
+from halfstep.precision.conversion import converted_layers
 from halfstep.precision.island import islands, settle
 from halfstep.precision.precision import Precision
 from halfstep.precision.select import Choice, choose_precision
@@ -381,6 +382,7 @@ class StepperBase:
             StateMismatch: The state does not fit; nothing is changed.
         """
         ours = self.state_dict()
+        checks.check_same_conversion(ours.get("converted", {}), state.get("converted", {}))
         same_keys("a Stepper's state", ours, state)
         same_keys("optimizers", ours["optimizers"], state["optimizers"])
         for name, slot in self._slots.items():
@@ -397,8 +399,10 @@ class StepperBase:
         """
         counts = self.counts.state_dict()
         counts["attempted"] -= int(bool(self._open) and not self._concluding)
+        converted = converted_layers(self.model)
         return {
             "precision": self.precision.name,
+            **({"converted": converted} if converted else {}),
             "counts": counts,
             "ema": None if self.ema is None else self.ema.state_dict(),
             "losses": {name: loss.state_dict() for name, loss in self._losses.items()},
@@ -408,6 +412,7 @@ class StepperBase:
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Load a state of `own_state()`; raise StateMismatch before anything is changed."""
         ours = self.own_state()
+        checks.check_same_conversion(ours.get("converted", {}), state.get("converted", {}))
         same_keys("a Stepper's own state", ours, state)
         for key in ("losses", "counts"):
             same_keys(key, ours[key], state[key])

@@ -24,7 +24,7 @@ from halfstep.measure.memory.verdict import (
     verdict,
 )
 from halfstep.measure.setting import StepSetting
-from halfstep.precision.names import AMP, AUTO, FP8, read_precision
+from halfstep.precision.names import AMP, AUTO, FP8_KINDS, is_policy, read_precision
 from halfstep.precision.precision import precision_named
 from halfstep.status_line import OnProgress
 
@@ -102,9 +102,9 @@ def precisions(target: Target, options: EstimateOptions) -> list[str]:
 
 def _named(text: str, target: Target) -> str:
     name = read_precision(text).name
-    if name == FP8:
+    if name in FP8_KINDS or is_policy(name):
         raise PrecisionRefused(
-            f"{text}: no run computes in fp8 yet, so that there is no memory to estimate",
+            f"{text}: there is no ledger of fp8 yet; products in fp8 save no memory, for weights and activations stay",
             allowed="fp32, tf32, bf16, fp16, auto",
             do="--survive fp8_e4m3 tells whether a model would survive it",
         )
