@@ -113,7 +113,7 @@ class SavedPosition(TypedDict):
 
 
 class SavedPrecision(TypedDict):
-    """The precision, its islands in fp32, the layers converted to fp8, and the format of trained weights if not fp32."""
+    """The precision, its islands in fp32, layers converted to fp8, and the format of trained weights if not fp32."""
 
     name: str
     islands: list[str]
