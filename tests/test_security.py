@@ -36,6 +36,12 @@ ALLOWED = {
     "doctor/code/checking.py": {"importlib.import_module"},
     "runs/resolve.py": {"importlib.import_module"},
     "selftest/worker.py": {"importlib.import_module"},
+    "store/process.py": {"importlib.import_module", "subprocess.Popen"},
+    # Two modules of torchao, by the kind of a state: any other kind is a KeyError.
+    "step/small_states.py": {"import_module"},
+    # Safetensors and GGUF files only, without remote code; from the hub only with --download.
+    "data/gguf_base.py": {"AutoModelForCausalLM.from_pretrained", "AutoTokenizer.from_pretrained"},
+    "tasks/models/text/building.py": {"AutoConfig.from_pretrained", "AutoModelForCausalLM.from_pretrained"},
     # Local folders of safetensors only.
     "tasks/models/latent/pretrained.py": {"kind.from_pretrained"},
     # Processes of our own, which speak JSON lines, or pickle between parent and child.

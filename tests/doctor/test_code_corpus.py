@@ -201,6 +201,7 @@ ZOO = {
     "p26_fp16_without_a_scaler/plain.py": {"fp16_without_scaler"},
     "p35_adam_on_fp16_weights/plain.py": {"half_weights_trained", "optimizer_eps_vanishes"},
     "p36_optimizer_stepped_beside_the_scaler/plain.py": {"optimizer_step_beside_scaler"},
+    "p63_adam_state_rounded_on_resume/plain.py": {"bf16_weights_trained"},
 }
 """What reading alone finds of the zoo's pains; the rest shows only in a run."""
 

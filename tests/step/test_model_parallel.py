@@ -26,7 +26,7 @@ def test_loss_and_norm_of_a_model_over_two_devices_meet_on_one() -> None:
         agreed = torch.stack([on(loss.device, n) for n in (gradients.norm(), loss, gradients.squared_share())])
         assert agreed.device == loss.device
         gradients.multiply_(0.5)
-        gradients.clamp_(1.0)
+        gradients.clamp_wide_(1.0)
 
 
 def test_buffers_on_two_devices_are_judged_together() -> None:

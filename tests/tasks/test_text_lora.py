@@ -46,8 +46,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small base that has learned something: adapters gain little on random weights."""
     folder = tmp_path_factory.mktemp("base") / "base"
     task = made("text", model={"width": 64, "heads": 2, "layers": 2}, data=DATA)
-    model = task.model()
     torch.manual_seed(0)
+    model = task.model()
     stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 3e-3), precision="fp32")
     for number in range(20):
         source = task.source("train")
@@ -254,6 +254,7 @@ def test_merged_and_unmerged_compute_the_same(base: Path, base_format: str) -> N
 def test_the_rule_of_a_merge() -> None:
     MergeLosses(3.0, 2.0, 2.5).refuse_worse()
     MergeLosses(3.0, 2.0, 1.9).refuse_worse()
+    MergeLosses(3.0, 3.1, 3.1002).refuse_worse()
     for worse in (MergeLosses(3.0, 2.0, 3.1), MergeLosses(3.0, 3.1, 3.2), MergeLosses(3.0, 2.0, float("nan"))):
         with pytest.raises(WrongUse) as refused:
             worse.refuse_worse()

@@ -257,7 +257,7 @@ def test_a_damaged_journal_does_not_hold_up_a_run(tmp_path: Path) -> None:
 def test_a_run_with_a_journal_of_an_older_form_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
     stopped(tmp_path)
     journal = tmp_path / "run" / "journal.jsonl"
-    older = journal.read_text().replace('"format":2,', "").replace('"repeated_samples"', '"repeats"')
+    older = journal.read_text().replace('"format":3,', "").replace('"repeated_samples"', '"repeats"')
     journal.write_text(older)
     with pytest.raises(StateMismatch, match="written in form 1 by an earlier halfstep"):
         fit(tmp_path)

@@ -160,7 +160,7 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 # -- runs -----------------------------------------------------------------------------------------------------------
 
-RUN = {"optimizer__name": "adamw", "model__width": 4096, "train__ema": 0.9, "precision": "bf16"}
+RUN = {"optimizer__name": "adamw", "model__width": 4096, "train__ema": 0.9, "train__check": False, "precision": "bf16"}
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ class TokenArray:
     def __len__(self) -> int:
         return self.facts.tokens
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A memory map would be copied as a whole into the process of a worker.
         return {**self.__dict__, "_maps": {}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,8 @@ from halfstep.train.task import Task
 
 _DRAWN = "shapes"
 """The data that every task can draw."""
+_TEXT, _NEW = "python", "none"
+"""The text that is on every machine, and the name of a base that is none."""
 _CLASSES = 1000
 """The classes that are assumed where neither the recipe nor the data tells how many there are."""
 
@@ -46,12 +49,19 @@ def described_recipe(text: str, settings: Iterable[str] = ()) -> Case:
     resolved = resolved_recipe(read_recipe(text), list(settings))
     recipe = without_weights(resolved.recipe)
     task = task_class(recipe.task)(recipe)
+    # A language model may be larger than the main memory.
+    large = task.reads == "text" and resolved.recipe.model.base == _NEW
     try:
-        return _case(resolved.label, recipe, task)
+        return _case(resolved.label, recipe, task, large)
     except BadData:
         if _is_here(task.recipe.data.path):
             raise
     data: Any = recipe.data
+    if task.reads == "text":
+        recipe = recipe.model_copy(update={"data": data.model_copy(update={"name": _TEXT})})
+        assumption = Assumption(f"data.path {data.path}, which is not here", "windows of the recipe's length")
+        case = _case(resolved.label, recipe, task_class(recipe.task)(recipe), large)
+        return replace(case, assumptions=(assumption,))
     sides = [side for side in (data.size, getattr(data, "crop", 0)) if isinstance(side, int)]
     needed = 4 * recipe.train.batch_size * recipe.train.microbatches
     drawn = {"name": _DRAWN, "val": 0.5, "samples": needed, "size": max(sides)}
@@ -71,8 +81,9 @@ def _is_here(path: str) -> bool:
         return False
 
 
-def _case(name: str, recipe: AnyRecipe, task: Task) -> Case:
-    model = task.model()
+def _case(name: str, recipe: AnyRecipe, task: Task, without_values: bool = False) -> Case:
+    with torch.device("meta") if without_values else nullcontext():
+        model = task.model()
     freeze(model, recipe.model.freeze)
     return Case(
         name=name,

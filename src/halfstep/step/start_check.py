@@ -163,6 +163,8 @@ def _check_possible(model: nn.Module, attempt: StepInputs, ranks: int) -> None:
         raise _NotComparable("there is no loss function and batch to run again; step(loss_fn, batch) has them")
     if distributed.is_sharded(model.parameters()):
         raise _NotComparable("the model is under fully_shard, which gathers weights in the format of the run")
+    if any(parameter.requires_grad and parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
+        raise _NotComparable("trained weights are stored in bf16, and fp32 would need a wide copy")
     if isinstance(model, DistributedDataParallel):
         raise _NotComparable("the model is in DistributedDataParallel, whose runs exchange gradients")
     if ranks > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):

@@ -31,7 +31,7 @@ def test_a_person_s_own_objects_are_planned_in_this_process_and_left_as_they_wer
     assert found.choice.speed is not None
     assert found.choice.setting.batch == 4
     assert found.ladder[0].setting == found.baseline
-    assert len(found.baseline.as_dict()) == 6
+    assert len(found.baseline.as_dict()) == 8
     assert told
     assert all(0 <= done <= of == 4 for done, of in told)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
