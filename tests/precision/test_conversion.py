@@ -145,9 +145,12 @@ def test_an_emulated_layer_is_right_under_autocast(kind: str, rows: tuple[int, .
         output = layer(x)
     assert output.dtype == torch.bfloat16
     found = torch.autograd.grad(output, (x, layer.weight, layer.bias), told.bfloat16())
-    # Both sides are rounded to three bits: 2 to 6 % in all, with two bits for gradients; bf16 alone gives 0.3 %.
-    for got, right in zip((output, *found[:2]), (exact, *wanted[:2]), strict=True):
-        assert (0.01 if kind != "fp8-rowwise-gw-hp" else 1e-3) < _distance(got, right) < 0.08
+    # A side in e4m3 is 2.6 % off by its roundings, both 3.7 %; a gradient in e5m2, which `fp8` has, 5.2 %, and with the
+    # other side 5.9 %. bf16 alone gives 0.3 %.
+    assert 0.02 < _distance(output, exact) < 0.045
+    for got, right in zip(found[:2], wanted[:2], strict=True):
+        in_bf16 = kind == "fp8-rowwise-gw-hp" and got is found[1]
+        assert (1e-3 if in_bf16 else 0.02) < _distance(got, right) < (0.07 if kind == "fp8" else 0.045)
     assert _distance(found[2], wanted[2]) < 0.01
     if kind == "fp8-rowwise-gw-hp":
         assert _distance(found[1], wanted[1]) < 0.01

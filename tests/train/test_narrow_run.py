@@ -41,22 +41,21 @@ class Stopping(Wider):
     stop_at = 7
 
 
-def fit(folder: Path, precision: str = POLICY, task: Any = Wider, **settings: Any) -> Run:
+def fit(folder: Path, policy: str = POLICY, task: Any = Wider, **settings: Any) -> Run:
+    folder.mkdir(exist_ok=True)
     recipe = folder / "tiny.yaml"
-    recipe.write_text(RECIPE.replace("precision: fp32", f"precision: {precision}"))
+    recipe.write_text(RECIPE.replace("precision: fp32", f"precision: {policy}"))
     changed = {"run.dir": str(folder / "run"), "train.strict": True, "train.check": False, **settings}
     return halfstep.fit(recipe, task=task, settings=changed, quiet=True)
 
 
 def test_a_policy_is_converted_saved_plain_and_resumed_to_the_bit(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    whole.mkdir()
-    cut.mkdir()
     run = fit(whole)
     (start,) = events(run.dir, "start")
     assert start["precision"]["converted"] == {"2": "fp8"}
     assert start["precision"]["chosen"] == "bf16; 2=fp8; 4=fp32"
-    (seen,) = events(run.dir, "precision_check")
+    seen, *_ = events(run.dir, "precision_check")
     assert "in fp8" in seen["text"]
     with pytest.raises(Stopped):
         fit(cut, task=Stopping)
@@ -75,17 +74,10 @@ def test_another_conversion_is_refused_on_resume(tmp_path: Path) -> None:
 
 
 def test_a_precision_on_the_line_replaces_the_default(tmp_path: Path) -> None:
-    run = fit(tmp_path, precision="fp32")  # a setting over the recipe, as --fp32 is
-    (start,) = events(run.dir, "start")
-    assert start["precision"]["converted"] == {}
-    other = tmp_path / "other"
-    other.mkdir()
-    (start,) = events(fit(other, bf16=True).dir, "start")
-    assert start["precision"]["chosen"] == "bf16; 2=fp8; 4=fp32"
-    again = tmp_path / "again"
-    again.mkdir()
-    (start,) = events(fit(again, precision="fp32").dir, "start")
-    assert start["precision"]["chosen"] == "fp32; 2=fp8; 4=default"
+    narrow, wide = fit(tmp_path / "narrow", bf16=True), fit(tmp_path / "wide", precision="fp32")
+    chosen = [events(run.dir, "start")[0]["precision"] for run in (narrow, wide)]
+    assert [each["chosen"] for each in chosen] == ["bf16; 2=fp8; 4=fp32", "fp32; 2=fp8; 4=default"]
+    assert [each["converted"] for each in chosen] == [{"2": "fp8"}] * 2
 
 
 def test_a_pattern_that_matches_nothing_stops_before_the_first_step(tmp_path: Path) -> None:

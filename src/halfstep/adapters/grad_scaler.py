@@ -100,7 +100,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         name = read_precision(precision).name
         self.precision = precision_named(name)
-        if self.precision.converts or self.precision.rules:
+        if self.precision.changes_model:
             raise PrecisionRefused(
                 f"GradScaler with precision={name!r}, which converts layers of a model that it does not know",
                 allowed="bf16, fp16, fp32 and tf32",

@@ -289,7 +289,7 @@ class Watch:
             return
         (tally, _), self._recording = self._recording, None
         observation = tally.observation()
-        converted = self._precision.converts or self._precision.rules
+        converted = self._precision.changes_model
         if not observation.as_asked or (converted and not observation.fp8 and converted_layers(self._model)):
             self._refuse(observation)
         elif observation.in_doubt:

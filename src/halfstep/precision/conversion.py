@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from halfstep.formats import FP8_E4M3, Format
-from halfstep.precision.hardware import ability, describe
-from halfstep.precision.island import islands
+from halfstep.precision.hardware import ability, describe, present
+from halfstep.precision.island import islands, lift_island
 
 MULTIPLES = {"fp8": 16, "fp8-rowwise": 16, "fp8-rowwise-gw-hp": 16, "mxfp8": 32}
 """The kinds of conversion, with the number that both dimensions of a weight must be a multiple of."""
@@ -131,14 +132,22 @@ def convert_layers(model: nn.Module, kinds: Mapping[str, str]) -> None:
         return
     from halfstep.precision.float8_layers import computing_in
 
+    emulated: dict[tuple[torch.device, str], bool] = {}
     for path, kind in kinds.items():
         layer: Any = model.get_submodule(path)
-        device = layer.weight.device
-        native = device.type != "meta" and ability(describe(device), kind.partition("-")[0]).native
-        converted, attributes = computing_in(kind, layer, emulate=not native)
+        place = layer.weight.device, kind
+        if place not in emulated:
+            emulated[place] = _is_emulated(*place)
+        converted, attributes = computing_in(kind, emulate=emulated[place])
         layer.__class__ = converted
         vars(layer).update(attributes)
         setattr(layer, _MARK, (kind, tuple(attributes)))
+
+
+def _is_emulated(device: torch.device, kind: str) -> bool:
+    if device.type not in present():  # fake tensors of an absent GPU, which would have the kernels
+        return device.type == "meta"
+    return not ability(describe(device), kind.partition("-")[0]).native
 
 
 def restore_layers(model: nn.Module) -> None:
@@ -149,6 +158,14 @@ def restore_layers(model: nn.Module) -> None:
             module.__class__ = nn.Linear
             for name in attributes:
                 del vars(module)[name]
+
+
+def undo_policy(model: nn.Module) -> None:
+    """Restore the layers that a precision has converted, and lift the islands that its policy made."""
+    restore_layers(model)
+    for path, module in model.named_modules():
+        if vars(module).pop(PLACED, False):
+            lift_island(model, path)
 
 
 def converted_layers(model: nn.Module) -> dict[str, str]:
@@ -177,6 +194,11 @@ def is_converted(module: nn.Module) -> bool:
 def format_in(module: nn.Module, format: Format) -> Format:
     """Return the format that a layer computes in, in a run of this format."""
     return _FP8 if is_converted(module) and "forward" not in vars(module) else format
+
+
+def is_changed(model: nn.Module) -> bool:
+    """Return whether a precision has converted layers of a model, or made islands of some."""
+    return any(_MARK in vars(module) or PLACED in vars(module) for module in model.modules())
 
 
 def own_conversions(model: nn.Module) -> list[nn.Module]:

@@ -29,6 +29,8 @@ class Float8Layer(Float8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         given = _as_autocast(input)
+        if not given.numel():  # torchao has no scale for it; an expert may get no rows
+            return nn.Linear.forward(self, input)
         # Autocast would round the emulation's own products.
         with torch.autocast(given.device.type, enabled=False):
             output: Tensor = super().forward(given)
@@ -40,6 +42,8 @@ class Mxfp8Layer(MXFP8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         given = _as_autocast(input)
+        if not given.numel():
+            return nn.Linear.forward(self, input)
         rows = given.reshape(-1, given.shape[-1])
         filled = functional.pad(rows, (0, 0, 0, -len(rows) % BLOCK))
         with torch.autocast(given.device.type, enabled=False):
@@ -50,7 +54,7 @@ class Mxfp8Layer(MXFP8Linear):
         return output.reshape(*given.shape[:-1], output.shape[-1])
 
 
-def computing_in(kind: str, layer: nn.Linear, *, emulate: bool) -> tuple[type[nn.Linear], dict[str, Any]]:
+def computing_in(kind: str, *, emulate: bool) -> tuple[type[nn.Linear], dict[str, Any]]:
     """Return the class that computes a linear layer in `kind`, and the attributes that it needs."""
     with torch.device("meta"):
         if kind == "mxfp8":

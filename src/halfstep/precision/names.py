@@ -67,7 +67,7 @@ _WIDE = (
 _NVFP4 = (
     "{given} has no kernels here: torchao has them for NVIDIA's SM100 only, as a prototype, and no emulation",
     "fp8, fp8-rowwise, fp8-rowwise-gw-hp or mxfp8",
-    "write precision={use!r}; halfstep audit --survive nvfp4 tells what its rounding would do",
+    "write precision={use!r}; halfstep estimate CASE --survive nvfp4 tells what its rounding would do",
 )
 _UNSAID = (
     "{given} says that mixed precision is on, but not in which format",

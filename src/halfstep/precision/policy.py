@@ -22,9 +22,9 @@ from halfstep.precision.conversion import (
     convert_layers,
     eligible_layers,
     has_torchao,
-    restore_layers,
+    undo_policy,
 )
-from halfstep.precision.island import is_island, island, lift_island
+from halfstep.precision.island import is_island, island
 from halfstep.precision.names import DEFAULT, Rule
 
 WIDE = "fp32"
@@ -40,10 +40,7 @@ def apply_policy(model: nn.Module, default: str, rules: tuple[Rule, ...]) -> Non
         raise PrecisionRefused(
             f"fp8 without torchao: {NEEDS_TORCHAO}", allowed="fp8 by torchao", do="pip install 'halfstep[narrow]'"
         )
-    restore_layers(model)
-    for path, module in model.named_modules():
-        if vars(module).pop(PLACED, False):
-            lift_island(model, path)
+    undo_policy(model)
     convert_layers(model, placed.kinds)
     for path in placed.islands:
         if not is_island(module := model.get_submodule(path)):

@@ -80,6 +80,11 @@ class Precision:
         return self.converts.partition("-")[0] or self.computes.name
 
     @property
+    def changes_model(self) -> bool:
+        """Whether it converts layers of a model, or makes islands of some."""
+        return bool(self.converts or self.rules)
+
+    @property
     def casts(self) -> bool:
         """Whether weights are cast for computing, or used as they are stored."""
         return self.computes not in (self.stores, TF32)
@@ -113,9 +118,14 @@ class Precision:
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         """Prepare a model before the first step: convert its layers, after another precision's were restored."""
-        from halfstep.precision.policy import apply_policy  # it needs islands, which need this module
+        from halfstep.precision.conversion import undo_policy  # it needs islands, which need this module
 
-        apply_policy(model, self.converts, self.rules)
+        if self.changes_model:
+            from halfstep.precision.policy import apply_policy
+
+            apply_policy(model, self.converts, self.rules)
+        else:
+            undo_policy(model)
         if self._spares_convolutions(device):
             spare_half_convolutions(model)
 

@@ -100,7 +100,8 @@ def open_finished(folder: Path, *, weights: str, precision: str | None, own: typ
         reapply_remedies(model, remedies)
         precision = remedies.precision
     choice = choose_precision(precision or recipe.precision, device=device, fallback=not recipe.train.strict)
-    choice.precision.prepare(model, device)
+    if choice.precision.changes_model:
+        choice.precision.prepare(model, device)
     return Finished(folder, task, model.eval(), choice, device, recipe, path)
 
 

@@ -302,8 +302,8 @@ class _Judge:
         self._formats = {as_written(path): format_in(m, precision.computes) for path, m in model.named_modules()}
         self._wide, self._narrow = wide, narrow
         converted = any(map(is_converted, model.modules()))
-        own = precision.converts or precision.rules
-        self._name = f"{precision.name} with fp8 layers" if converted and not own else precision.name
+        theirs = converted and not precision.changes_model
+        self._name = f"{precision.name} with fp8 layers" if theirs else precision.name
         self._epsilon = max(format.epsilon for format in self._formats.values())
         self._compiled = compiled_modules(model)
         self._smallest = _UNDERFLOWS / factor if precision.scaled else 0.0
