@@ -69,7 +69,7 @@ def notes_of(
     peak = sum(at_peak.values())
     notes = [Note(_why_not_half(precision, peak, wide))] if precision.casts and peak else []
     if device.type == "cpu":
-        found = ability(describe(device), precision.name)
+        found = ability(describe(device), precision.needs)
         if not found.native:
             notes.append(Note(f"{precision.name} is not native here: {found.reason}", only_here=True))
         if precision.scaled:
@@ -299,12 +299,6 @@ def ledger_of(make_case: Callable[[], Case], setting: StepSetting, device: torch
 def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.device, tracker: ValueTracker) -> Ledger:
     mode = fake_mode()
     precision = resolve_precision(setting.precision, device)
-    if precision.converts or precision.rules:
-        raise PrecisionRefused(
-            f"the memory of {precision.name} is not estimated: products in fp8 keep the tensors of bf16",
-            allowed="fp32, tf32, bf16, fp16, auto",
-            do="precision='bf16'",
-        )
     with torch.random.fork_rng(devices=[]), transformers_untraced(), eagerly(), lstm_by_onednn(), without_torch_log():
         torch.manual_seed(SEED)
         case = built(make_case, mode, tracker)
