@@ -324,6 +324,11 @@ class StepperBase:
         return {name: buffer for name, buffer in remembered.items() if name in own}
 
     @property
+    def gathered_bytes(self) -> int | None:
+        """The bytes of weights that FSDP2 gathered on this rank in the last window; None where nothing is sharded."""
+        return self._synchroniser.gathered_bytes
+
+    @property
     def bad_parameter(self) -> Tensor | None:
         """The first parameter whose gradient was non-finite in the last step."""
         return next((o.bad_parameter for o in self._objectives if o.bad_parameter is not None), None)
