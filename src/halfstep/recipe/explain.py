@@ -133,10 +133,10 @@ def _with_other_words(schema: Json) -> dict[str, object]:
     other |= {word: {"type": "object", "description": "Read as if it stood outside."} for word in FOREIGN_SECTIONS}
     other |= {word: {"description": "Translated into precision."} for word in PRECISION_WORDS}
     own = {name: _or_its_name(fields, name, field) for name, field in schema["properties"].items()}
-    word: dict[str, object] = {"type": ["string", "integer", "boolean"]}
+    word = {"type": ["string", "integer", "boolean"]}
     policy = {"type": "object", "required": [DEFAULT], "additionalProperties": word}
-    own["precision"] = {key: value for key, value in own["precision"].items() if key != "type"}
-    own["precision"]["anyOf"] = [word, policy]
+    described = {key: value for key, value in own["precision"].items() if key != "type"}
+    own["precision"] = {**described, "anyOf": [word, policy]}
     definitions = {name: _with_also(definition) for name, definition in schema.get("$defs", {}).items()}
     return {**schema, "properties": {**other, **own}, "$defs": definitions}
 
