@@ -105,7 +105,7 @@ def _content(generation: CheckpointDir) -> str:
 
 
 def _all(place: Path) -> list[CheckpointDir]:
-    aside = [named(place, 0, 0)._replace(path=path) for path in set_aside(place)]
+    aside = [named(place, int(path.name[5:13]), 0)._replace(path=path) for path in set_aside(place)]
     return [*generations(place), *aside]
 
 

@@ -92,7 +92,6 @@ def test_none_is_not_a_precision() -> None:
         ({"amp": True, "fp16": False}, "bf16"),
         ({"amp": False}, "fp32"),
         ({"fp16": False, "bf16": False}, "fp32"),
-        ({"bf16": True}, "bf16"),
         ({"mixed_precision": True, "precision_type": "bf16"}, "bf16"),
         ({"mixed_precision": False, "precision_type": "bf16"}, "fp32"),
         ({"mixed_precision": "bf16"}, "bf16"),
@@ -121,6 +120,10 @@ def test_settings_of_other_projects(settings: dict[str, object], name: str) -> N
     assert read is not None
     assert read.name == name
     assert read.took.endswith(f"taken for {name}")
+
+
+def test_a_switch_with_the_name_of_its_format_needs_no_words() -> None:
+    assert read_settings({"bf16": True}) == Named("bf16")
 
 
 @pytest.mark.parametrize(

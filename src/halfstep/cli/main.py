@@ -34,6 +34,8 @@ def main() -> None:
     """Run the command line."""
     # Commands print log messages in their own reports; without a handler, logging would print warnings to stderr.
     logging.getLogger("halfstep").addHandler(logging.NullHandler())
+    # transformers imports torchao where it is installed, and torchao calls what torch deprecates: no news for a user.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     _print_anywhere()
     # The signals that end a run with 75 from its first moment on, while modules are imported too.
     in_main = threading.current_thread() is threading.main_thread()

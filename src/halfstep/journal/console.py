@@ -141,10 +141,10 @@ def live_area(latest: Latest, clocks: Clocks, width: int, encoding: str) -> list
 
 
 def _epoch_row(latest: Latest, clocks: Clocks) -> tuple[str, int, int, str]:
-    start, step, evaluating, name = latest.start, latest.step, latest.evaluating, words.place(latest)
+    step, evaluating, name = latest.step, latest.evaluating, words.place(latest)
     if evaluating:
         return _row(f"{name} [Val]", evaluating["done"], evaluating["total"], clocks.epoch, clocks.in_epoch)
-    return _row(f"{name} [Train]", step["step_in_epoch"], start["steps_per_epoch"], clocks.epoch, clocks.in_epoch)
+    return _row(f"{name} [Train]", step["step_in_epoch"], words.steps_of_epoch(latest), clocks.epoch, clocks.in_epoch)
 
 
 def _run_row(latest: Latest, clocks: Clocks) -> tuple[str, int, int, str]:

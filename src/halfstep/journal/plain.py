@@ -75,7 +75,7 @@ class Plain:
         step = self._latest.step
         if not step:
             return []
-        where = f"{words.place(self._latest)} {step['step_in_epoch']}/{self._latest.start.get('steps_per_epoch', '?')}"
+        where = f"{words.place(self._latest)} {step['step_in_epoch']}/{words.steps_of_epoch(self._latest)}"
         left = f"{'about ' if event.get('is_rough') else ''}{numbers.clock(event['seconds_left'])} left"
         items = [item.text for item in line_of(self._latest)]
         return [" · ".join([numbers.clock(event["time"]), where, left, *items])]

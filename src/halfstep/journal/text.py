@@ -152,6 +152,13 @@ def remarks(start: Event) -> list[LineItem]:
     return notes + findings
 
 
+def steps_of_epoch(latest: Latest) -> int:
+    """Return the steps of the present epoch, at whose end or before which the run ends."""
+    start, step = latest.start, latest.step
+    before = step["attempt"] - step["step_in_epoch"]
+    return min(int(start["steps_per_epoch"]), int(start["steps"]) - before)
+
+
 def place(latest: Latest) -> str:
     """Return the place in the run: `Epoch 3/100`."""
     epochs = latest.start.get("epochs")

@@ -371,6 +371,8 @@ def _took(settled: Settled, claims: Iterable[Claim]) -> str:
     by = settled.by
     if by.says and by.meaning == by.value and (by.key == "precision" or by.value == AUTO):
         return ""
+    if by.value is True and by.key == settled.name and list(claims) == [by]:
+        return ""
     ruled_out = {"fp16"} if not by.says and settled.name == "bf16" else set()
     together = [str(c) for c in claims if c.says or c is by or c.otherwise != "fp32" or ruled_out & c.denies]
     return f"{' with '.join(together)} is taken for {settled.name}"

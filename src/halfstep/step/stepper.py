@@ -268,13 +268,11 @@ class Stepper(StepperBase):
     def _report_writes(self, report: StepReport) -> None:
         """Report what a step wrote and a skip does not restore: the batch, and names that are bound anew."""
         assert self.attempt is not None, "a window is open"
-        written = self._rollback.batch_written
         if not report.applied:
-            written = written or self.attempt.written_tensors()
             names = self._holdings.rebound(but_for=self._rollback.with_state) if self.attempt.loss_fn else []
             if names:
                 self._emit([checks.rebound(names)])
-        if written and not self._batch_written:
+        if not self._batch_written and (written := self._rollback.batch_written or self.attempt.written_tensors()):
             self._batch_written = True
             self._emit([checks.batch_written(written)])
 

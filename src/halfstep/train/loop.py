@@ -344,9 +344,9 @@ class Loop:
         return {"ids": ids, "quarantined": nonfinite}
 
     def _tell_observed(self) -> None:
-        """Emit the observed precision once per precision: a guard may change it."""
+        """Emit the observed precision, and again where a later look finds another."""
         seen = self.stepper.observed
-        if seen is not None and seen is not self._observed:
+        if seen is not None and seen != self._observed:
             self._observed = seen
             gathered = self.stepper.gathered_bytes
             weights = "" if gathered is None else f"; an update gathers {numbers.size(gathered)} of weights"

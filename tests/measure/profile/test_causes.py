@@ -253,6 +253,11 @@ def test_a_switch_that_costs_time_is_named_only_where_the_step_is_faster_without
 def test_parts_that_dominate_a_step_are_causes() -> None:
     update = Kernels({**SHARES, "narrow": 0.2, "update": 0.5})
     assert [cause.id for cause in find_causes(replace(HEALTHY, kernels=update))] == ["optimizer-update"]
+    dense = {"fill_": 0.4, "embedding_dense_backward": 0.01}
+    table = Kernels({**SHARES, "narrow": 0.2, "other": 0.42, "update": 0.2}, other=dense)
+    cause = verdict(replace(HEALTHY, kernels=table))
+    assert (cause.id, cause.share) == ("optimizer-update", pytest.approx(0.61)), "zeros of a table are its gradient"
+    assert "embeddings" in cause.sentence
     softmax = Kernels(
         {**SHARES, "narrow": 0.2, "other": 0.55}, other={"_log_softmax": 0.2, "_log_softmax_backward_data": 0.2}
     )

@@ -325,14 +325,23 @@ _SWITCHES = {
 }
 
 
+_WHOLE_TABLE = ("fill_", "zero_", "embedding_dense_backward", "linalg_vector_norm", "_foreach_norm")
+"""Operations over all rows of an embedding's gradient."""
+
+
 def heavy_update(facts: ProfileFacts) -> Cause | None:
     """Return the cause if much of a step is the optimizer's update, which no precision shortens."""
-    share = facts.shares.get(UPDATE, 0.0)
+    share, update = facts.shares.get(UPDATE, 0.0), "the optimizer's update takes"
+    others = facts.kernels.other if facts.kernels else {}
+    if "embedding_dense_backward" in others:
+        # The gradient of an embedding is as large as its table: zeros, then a few rows.
+        share += sum(others.get(name, 0.0) for name in _WHOLE_TABLE) * (1 - facts.waiting)
+        update = "the optimizer's update and the dense gradients of embeddings take"
     if share < _DOMINANT:
         return None
     return Cause(
         "optimizer-update",
-        f"the optimizer's update takes {share:.0%} of a step, and no precision shortens it",
+        f"{update} {share:.0%} of a step, and no precision shortens it",
         _where(facts),
         "update less often (a larger batch, or more micro-batches per update), use fused=True, and for a large "
         "embedding of which a batch needs few rows sparse=True with an optimizer for sparse gradients",
