@@ -25,7 +25,7 @@ NEVER = (
         "lightning",
     ),
     *("peft", "tensorboard", "wandb", "webdataset", "obstore", "jinja2", "av", "scipy", "pandas", "sklearn", "onnx"),
-    *("pyarrow", "halfstep.data.shards", "halfstep.data.shard_index"),
+    *("pyarrow", "torchao", "halfstep.data.shards", "halfstep.data.shard_index"),
 )
 """What classification on drawn images has no use for before its first step."""
 TO_THE_FIRST_STEP = """

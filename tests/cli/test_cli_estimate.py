@@ -223,7 +223,7 @@ def test_ctrl_c_before_anything_is_known(tmp_path: Path, monkeypatch: pytest.Mon
         (["--batch", "eight"], "whole numbers"),
         (["--batch", "-3"], "whole numbers"),
         (["--precision", "fp17"], "did you mean"),
-        (["--precision", "fp8"], "--survive fp8_e4m3"),
+        (["--precision", "nvfp4"], "--survive nvfp4"),
         (["--recompute", "maybe"], "auto, both, off, on"),
     ],
 )

@@ -18,6 +18,7 @@ from halfstep.errors import UnknownName, WrongUse
 from halfstep.measure.subject import Subject
 from halfstep.measure.survival import survival
 from halfstep.measure.survival_report import survival_page
+from halfstep.observe.emulate import RoundedBlocks
 from tests.support.models import buffered_model
 
 
@@ -130,6 +131,38 @@ def test_healthy_models_survive(name: str) -> None:
         assert found.gradient_error is not None
         assert found.gradient_error < (0.003 if name == "fp16" else 0.1)
         assert found.loss_scale == (65536.0 if name == "fp16" else None)
+
+
+def test_nvfp4_rounds_each_block_of_sixteen_to_e2m1() -> None:
+    rounding = RoundedBlocks()
+    row = torch.tensor([6.0, 0.24, 0.26, -0.76, 1.3, 1.8, 2.4, -2.6, 3.4, 3.6, 4.9, -5.1, 0.0, 1.0, 1.5, 2.0])
+    wanted = torch.tensor([6.0, 0.0, 0.5, -1.0, 1.5, 2.0, 2.0, -3.0, 3.0, 4.0, 4.0, -6.0, 0.0, 1.0, 1.5, 2.0])
+    # A block a thousand times as large keeps the numbers of its neighbour: each has its own scale.
+    both = torch.stack([torch.cat([row, 1024 * row])] * 3)
+    torch.testing.assert_close(
+        rounding._operand(both, -1), torch.stack([torch.cat([wanted, 1024 * wanted])] * 3), rtol=0.04, atol=0.0
+    )
+    torch.testing.assert_close(rounding._operand(both.T, -2), rounding._operand(both, -1).T)
+    assert rounding._operand(torch.zeros(3, 20), -1).count_nonzero() == 0
+
+
+def test_a_step_in_nvfp4_is_further_from_fp32_than_in_fp8() -> None:
+    model, batch = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(64, 64)
+    pull = torch.randn(64, 8)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x).float() - pull).square().mean()
+
+    fp8 = survival(model, loss, batch, format_name="fp8_e4m3").scaled
+    found = survival(model, loss, batch, format_name="nvfp4")
+    assert fp8 is not None
+    assert fp8.gradient_error is not None
+    assert found.gradient_error is not None
+    assert 1.5 * fp8.gradient_error < found.gradient_error < 0.5
+    assert found.survives
+    assert found.verdict.startswith("nvfp4: survives; its gradients differ from fp32's by ")
+    again = survival(model, loss, batch, format_name="nvfp4")
+    assert again.gradient_error == found.gradient_error
 
 
 def test_gradients_that_vanish_are_saved_by_the_loss_scale() -> None:

@@ -46,11 +46,11 @@ def test_an_alias_says_what_it_was_taken_for(given: object, name: str, whose: st
     assert read.took.endswith(name)
 
 
-@pytest.mark.parametrize("given", ["fp8", "FP8", torch.float8_e4m3fn])
-def test_fp8_is_known_but_not_as_a_run(given: object) -> None:
+@pytest.mark.parametrize(("given", "taken"), [("fp8", False), ("FP8", False), (torch.float8_e4m3fn, True)])
+def test_fp8_is_read(given: object, taken: bool) -> None:
     read = read_precision(given)
     assert read.name == "fp8"
-    assert read.took
+    assert bool(read.took) == taken
 
 
 @pytest.mark.wording

@@ -22,7 +22,7 @@ class Row:
     source: str = ""
 
     def answer(self, asked: str) -> str:
-        return "fp32" if asked == "fp32" else str(getattr(self, asked))
+        return asked if asked in ("fp32", *self.native.split()) else str(getattr(self, asked))
 
 
 def cuda(name: str, major: int, minor: int) -> Device:

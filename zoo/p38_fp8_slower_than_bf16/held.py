@@ -1,4 +1,4 @@
-"""fp8 by name is refused; with the fallback of a recipe bf16 runs, and that is said."""
+"""fp8 is never chosen by itself: `auto` takes bf16; by name it runs, and where it is emulated that is said."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from halfstep.precision.hardware import Device
 from zoo.outcome import Outcome
 
 H100 = Device(kind="cuda", name="NVIDIA H100", capability=(9, 0))
+CPU = Device(kind="cpu", name="a CPU")
 
 
 def run() -> Outcome:
-    choice = halfstep.choose_precision("fp8", device=H100, fallback=True)
-    told = [finding.evidence for finding in choice.findings if finding.id == "precision.substituted"]
-    try:
-        halfstep.choose_precision("fp8", device=H100)
-        refusal = ""
-    except halfstep.HalfstepError as error:
-        refusal = error.given
+    auto, by_name = halfstep.choose_precision("auto", device=H100), halfstep.choose_precision("fp8", device=CPU)
+    told = [finding.evidence for finding in by_name.findings if finding.id == "precision.slow"]
     return Outcome(
-        good=choice.precision.name == "bf16" and len(told) == 1 and "fp8" in refusal,
-        seen=f"{'; '.join(told)}; by name: {refusal}",
+        good=auto.precision.name == "bf16" and len(told) == 1,
+        seen=f"auto takes {auto.precision.name} on {H100.name}; by name: {'; '.join(told)}",
     )

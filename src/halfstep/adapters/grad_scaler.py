@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 from halfstep.adapters.included import Included, Moves, hold_methods, moving_methods
 from halfstep.adapters.scaled_backward import ScaledBackward
 from halfstep.adapters.scaler_slot import ScalerSlot, nothing_to_update
-from halfstep.errors import StateMismatch
+from halfstep.errors import PrecisionRefused, StateMismatch
 from halfstep.formats import FP32, widest
 from halfstep.precision.hardware import present
 from halfstep.precision.names import read_precision
@@ -100,6 +100,12 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         name = read_precision(precision).name
         self.precision = precision_named(name)
+        if self.precision.changes_model:
+            raise PrecisionRefused(
+                f"GradScaler with precision={name!r}, which converts layers of a model that it does not know",
+                allowed="bf16, fp16, fp32 and tf32",
+                do=f"Stepper(model, optimizer, precision={name!r})",
+            )
         scale = init_scale if self.precision.scaled else 1.0
         super().__init__(device, scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.findings = report_by_name(name, device) if self._enabled and str(device).split(":")[0] in present() else ()

@@ -128,7 +128,7 @@ class HalfstepPrecision(Precision):
                 **self._options,
             )
             self._choice = self.hosted.stepper.choice
-        self.precision = _WORDS[self._choice.precision.name]
+        self.precision = _WORDS[self._choice.precision.computes.name]
         return model, optimizers, lr_schedulers
 
     @property

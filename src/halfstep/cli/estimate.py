@@ -11,6 +11,7 @@ import typer
 from halfstep.cli._options import TAKES_SETTINGS, RecipeOrCase, flag, print_json, subject
 from halfstep.errors import INTERRUPTED, WrongUse
 from halfstep.json_data import json_data
+from halfstep.precision.names import precision_names
 from halfstep.terminal import progress
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ def next_command(wanted: Subject, report: EstimateReport) -> str:
         return f"halfstep plan {typed}"
     from halfstep.runs.resolve import with_changes
 
-    changes = [f"--{take.precision}", f"{_BATCH}={take.batch}"]
+    named = f"--{take.precision}" if take.precision in precision_names() else f"precision={take.precision}"
+    changes = [named, f"{_BATCH}={take.batch}"]
     changes += [f"{_RECOMPUTE}=true"] if take.recompute else []
     return shlex.join(["halfstep", "train", *with_changes(wanted.text, wanted.settings, *changes)])
 

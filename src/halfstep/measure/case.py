@@ -16,8 +16,8 @@ from halfstep.errors import WrongUse
 from halfstep.measure.assumption import Assumption
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.hardware import Device
-from halfstep.precision.names import AMP, AUTO, precision_names, read_precision
-from halfstep.precision.precision import Precision, precision_named
+from halfstep.precision.names import AMP, AUTO, policy_parts, read_precision
+from halfstep.precision.precision import PRECISIONS, Precision, precision_named
 from halfstep.precision.select import choose_precision
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -110,7 +110,7 @@ def resolve_precision(name: str, device: Device | torch.device) -> Precision:
     Others are returned whether or not the device has them natively.
     """
     known = read_precision(name).name
-    if known in precision_names():
+    if policy_parts(known)[0] in PRECISIONS:
         return precision_named(known)
     return choose_precision(known, device=device, fallback=known == AMP).precision
 

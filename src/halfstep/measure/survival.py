@@ -1,4 +1,4 @@
-"""Predict from one emulated step whether a model survives fp16, bf16 or fp8, without the hardware."""
+"""Predict from one emulated step whether a model survives fp16, bf16, fp8 or nvfp4, without the hardware."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ from halfstep.measure.survival_report import (
 )
 from halfstep.observe.emulate import (
     BACKWARD,
+    NVFP4,
     Event,
     Ranges,
+    RoundedBlocks,
     RoundedOperands,
     RoundedOutputs,
     Rounding,
@@ -210,6 +212,7 @@ _ROUNDINGS: dict[str, MakeRounding] = {
     "fp16": partial(RoundedOutputs, FP16),
     "bf16": partial(RoundedOutputs, BF16),
     **_FP8,
+    NVFP4.name: RoundedBlocks,
 }
 FORMAT_NAMES = tuple(_ROUNDINGS)
 TOLERATED_LOSS = 0.1

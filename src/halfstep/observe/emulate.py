@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from halfstep.formats import Format, is_narrow
+from halfstep.formats import FP8_E4M3, Format, is_narrow
 from halfstep.observe.recorder import Operation, as_it_is
 from halfstep.precision.precision import widen
 
@@ -294,24 +294,69 @@ class RoundedOperands(Rounding):
             return as_it_is(function, arguments, keywords)
         given = list(arguments)
         for place, operand in zip(places, operands, strict=True):
-            given[place] = self._operand(operand)
+            # Of the two sides of a product the first one is summed over its columns, and the second over its rows.
+            given[place] = self._operand(operand, -1 if place == places[0] else -2)
         wide = run_wide(function, tuple(given), keywords)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(operands[0].dtype), wide)
 
     @torch.no_grad()
-    def _operand(self, operand: Tensor) -> Tensor:
+    def _operand(self, operand: Tensor, dim: int) -> Tensor:
         reference, backward = StorageWeakRef(operand.untyped_storage()), _in_backward()
         if not backward:
             self._from_forward.setdefault(reference.cdata, reference)
         # In backward, forward's operands meet the gradients. They have forward's format, and were counted there.
         gradient = backward and reference.cdata not in self._from_forward
-        format = self._backward if gradient else self._forward
-        factor = self._factor(widen(operand), format)
-        wide = widen(operand) * factor
-        after = rounded_to(format, wide)
+        wide, after, factor, format = self._scaled(widen(operand), dim, gradient)
         if gradient or not backward:
             self._rounded.append(RoundedTensor(wide, after, format))
         return after / factor
+
+    def _scaled(self, wide: Tensor, dim: int, gradient: bool) -> tuple[Tensor, Tensor, Tensor, Format]:
+        """Return the scaled numbers before and after they are rounded, their factor, and the format."""
+        format = self._backward if gradient else self._forward
+        factor = self._factor(wide, format)
+        scaled = wide * factor
+        return scaled, rounded_to(format, scaled), factor, format
+
+
+NVFP4 = Format("nvfp4", None, largest=6.0, smallest_normal=1.0, epsilon=0.5)
+"""e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+_BLOCK = 16
+"""The elements with one scale, along the dimension that a product sums over."""
+
+
+class RoundedBlocks(RoundedOperands):
+    """An emulation of nvfp4 in linear layers: a scale in e4m3 for each 16 numbers, and one in fp32 for each tensor.
+
+    Gradients are rounded at random, up or down by their distance. The Hadamard transform that libraries apply to the
+    operands of a weight's gradient is not emulated.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(NVFP4, NVFP4)
+
+    def run(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
+        """Return the result of a linear layer's product with rounded operands; other operations run as they are."""
+        linear = function._overloadpacket in (_aten.mm, _aten.addmm)
+        return super().run(function, arguments, keywords) if linear else as_it_is(function, arguments, keywords)
+
+    def _scaled(self, wide: Tensor, dim: int, gradient: bool) -> tuple[Tensor, Tensor, Tensor, Format]:
+        rows = wide.movedim(dim, -1)
+        padded = nn.functional.pad(rows, (0, -rows.shape[-1] % _BLOCK))
+        largest = padded.unflatten(-1, (-1, _BLOCK)).abs().amax(-1)
+        whole = FP8_E4M3.largest * over_the_whole_range(largest, NVFP4)
+        scales = rounded_to(FP8_E4M3, largest * whole / NVFP4.largest).clamp(min=FP8_E4M3.smallest)
+        factor = (whole / scales).repeat_interleave(_BLOCK, -1)[..., : rows.shape[-1]].movedim(-1, dim)
+        scaled = wide * factor
+        return scaled, _in_e2m1(scaled, at_random=gradient), factor, NVFP4
+
+
+def _in_e2m1(tensor: Tensor, *, at_random: bool) -> Tensor:
+    size = tensor.abs()
+    step = 0.5 + 0.5 * (size >= 2.0) + 1.0 * (size >= 4.0)
+    steps = tensor / step
+    steps = (steps + torch.rand_like(steps)).floor() if at_random else steps.round()
+    return (steps * step).clamp(-NVFP4.largest, NVFP4.largest)
 
 
 def _in_backward() -> bool:

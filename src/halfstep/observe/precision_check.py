@@ -19,6 +19,7 @@ from halfstep.observe.flops import WideWork, computed_in, flops, guessed, has_no
 from halfstep.observe.lint.functions import OwnFunctions
 from halfstep.observe.lint.listener import placed
 from halfstep.observe.recorder import MemoryListener, Operation, Recorder, eagerly, uses_compiled
+from halfstep.precision.conversion import converted_layers
 from halfstep.precision.island import islands
 from halfstep.precision.precision import Precision
 
@@ -89,6 +90,12 @@ class Observation:
 
 def not_observed(asked: str, seen: Observation) -> PrecisionNotObserved:
     """Return the error for a step that ran in another precision than requested."""
+    if seen.as_asked:
+        return PrecisionNotObserved(
+            f"{asked} was asked for, but no product ran in fp8: no layer that was converted ran",
+            allowed="converted layers that are called, not only read by their weight",
+            do="precision='bf16', or a policy that names the layers which run",
+        )
     mostly_fp64 = seen.flops.get(FP64.name, 0) > sum(seen.flops.values()) / 2
     return PrecisionNotObserved(
         f"{asked} was asked for, but matrix products and convolutions ran in {_by_format(seen)}: "
@@ -128,7 +135,7 @@ def _by_format(seen: Observation) -> str:
     return ", ".join(f"{name} {share(part / total)}" for name, part in seen.flops.items())
 
 
-_FP8 = "fp8"
+_FP8 = ("fp8", "mxfp8", "float8_")
 
 
 class WorkByFormat:
@@ -176,7 +183,7 @@ class WorkByFormat:
         if found == FP32.name and (operation.widened or has_no_narrow_kernel(operation)):
             return
         # autocast never casts to fp8, so the model has asked for it by name.
-        if found.startswith((_FP8, "float8_")):
+        if found.startswith(_FP8):
             self._fp8[found] += work
             return
         self._flops[found] += work
@@ -282,7 +289,8 @@ class Watch:
             return
         (tally, _), self._recording = self._recording, None
         observation = tally.observation()
-        if not observation.as_asked:
+        converted = self._precision.changes_model
+        if not observation.as_asked or (converted and not observation.fp8 and converted_layers(self._model)):
             self._refuse(observation)
         elif observation.in_doubt:
             self._emit([doubtful(self._precision.name, observation)])

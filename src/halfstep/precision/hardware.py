@@ -87,6 +87,7 @@ _CUDA_SINCE = {
     "tf32": ((8, 0), "there are no tf32 tensor cores", "tf32 tensor cores"),
     "bf16": ((8, 0), "bf16 is emulated", "bf16 tensor cores"),
     "fp8": ((8, 9), "there are no fp8 tensor cores", "fp8 tensor cores"),
+    "mxfp8": ((10, 0), "there are no mxfp8 tensor cores", "mxfp8 tensor cores"),
 }
 _DOUBLE_RATE_FP16 = ((6, 0), (6, 2))
 
@@ -95,6 +96,8 @@ def _cuda(device: Device, format_name: str) -> Ability:
     has = device.capability or (0, 0)
     if format_name == "fp16":
         return _cuda_fp16(has)
+    if format_name == "mxfp8" and has >= (11, 0):
+        return Ability(False, f"compute capability {_dotted(has)}: torchao has mxfp8 kernels for 10.x only")
     since, lack, gain = _CUDA_SINCE[format_name]
     if has >= since:
         return Ability(True, f"compute capability {_dotted(has)} >= {_dotted(since)}: {gain}")
@@ -144,6 +147,7 @@ _XPU_NEEDS = {
     "bf16": ("xmx", "XMX engines"),
     "fp16": ("fp16", "fp16 arithmetic"),
     "fp8": ("xmx_fp8", "fp8 engines"),
+    "mxfp8": ("xmx_mxfp8", "mxfp8 engines"),
 }
 
 
@@ -184,7 +188,8 @@ _CPU_LACKS = {
     "tf32": "CPUs have no tf32",
     "bf16": f"none of {', '.join(_CPU_BF16)}: bf16 is emulated",
     "fp16": "no fast kernel for a convolution's backward",
-    "fp8": "CPUs have no fp8",
+    "fp8": "CPUs have no fp8: it is emulated, for correctness only",
+    "mxfp8": "CPUs have no mxfp8: it is emulated, for correctness only",
 }
 
 
@@ -192,7 +197,7 @@ def _cpu(device: Device, format_name: str) -> Ability:
     found = [words for flag, words in _CPU_BF16.items() if flag in device.isa]
     if format_name == "bf16" and found:
         return Ability(True, found[0])
-    return Ability(False, _CPU_LACKS[format_name], emulated=format_name in _CAST)
+    return Ability(False, _CPU_LACKS[format_name], emulated=format_name != "tf32")
 
 
 def _other(device: Device, format_name: str) -> Ability:

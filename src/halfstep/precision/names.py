@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfstep.errors import Contradiction, PrecisionRefused, UnknownName, unknown_name
 
@@ -13,6 +13,8 @@ AMP = "amp"
 """Mixed precision without a format: bf16 where the device has it, else fp16."""
 AMP_MEANS = "bf16 where the device has it, else fp16"
 FP8 = "fp8"
+FP8_KINDS = (FP8, "fp8-rowwise", "fp8-rowwise-gw-hp", "mxfp8")
+"""Precisions in which linear layers compute in fp8, and the rest in bf16."""
 TF32 = "tf32"
 FP64 = "fp64"
 """The precision of a Stepper over a float64 model; recipes and commands build float32 models and refuse it."""
@@ -62,6 +64,11 @@ _WIDE = (
     "computing in fp32 or less; in 64 bits a Stepper over a model in float64",
     "write precision={use!r} for strict fp32, or Stepper(model.double(), optimizer, precision='fp64') in your own loop",
 )
+_NVFP4 = (
+    "{given} has no kernels here: torchao has them for NVIDIA's SM100 only, as a prototype, and no emulation",
+    "fp8, fp8-rowwise, fp8-rowwise-gw-hp or mxfp8",
+    "write precision={use!r}; halfstep estimate CASE --survive nvfp4 tells what its rounding would do",
+)
 _UNSAID = (
     "{given} says that mixed precision is on, but not in which format",
     "bf16, fp16 or auto",
@@ -72,6 +79,7 @@ _REFUSALS: dict[str, tuple[tuple[str, str, str], str]] = {
     "16-true": (_NARROW_WEIGHTS, "fp16"),
     **{word: (_WIDE, "fp32") for word in (FP64, *_FP64_ALIASES)},
     "true": (_UNSAID, AUTO),
+    "nvfp4": (_NVFP4, "mxfp8"),
 }
 
 
@@ -80,17 +88,70 @@ def read_precision(value: object) -> Named:
 
     Raises PrecisionRefused for a precision that no run can have, and UnknownName for anything else.
     """
+    if is_policy(value):
+        return _read_policy(value)
     word = _word_of(value)
     if word in _REFUSALS:
         raise _refusal(value, *_REFUSALS[word])
-    if word == FP8:
-        return Named(FP8, f"{value!r} is a number format that no run computes in yet")
-    if word in (AUTO, AMP, *precision_names()):
+    if word in (AUTO, AMP, *precision_names(), *FP8_KINDS):
         return Named(word)
     if word in _ALIASES:
         name, whose = _ALIASES[word]
         return Named(name, f"{value!r} is {whose} for {name}")
-    raise unknown_name("precision", value, [AUTO, AMP, *precision_names(), FP8, *(set(_ALIASES) - {"false"})])
+    raise unknown_name("precision", value, [AUTO, AMP, *precision_names(), *FP8_KINDS, *(set(_ALIASES) - {"false"})])
+
+
+# -- policies ---------------------------------------------------------------------------------------------------------
+
+DEFAULT = "default"
+"""The key of a policy for modules that no pattern matches."""
+
+
+class Rule(NamedTuple):
+    """One pattern of a policy, with the precision of the modules that it matches."""
+
+    pattern: str
+    name: str
+    """A kind of fp8, fp32, or `default`."""
+
+
+def is_policy(value: object) -> bool:
+    """Return whether a precision is a policy: a mapping with patterns, or the name of one."""
+    return (isinstance(value, Mapping) and DEFAULT in value) or (isinstance(value, str) and ";" in value)
+
+
+def policy_name(default: str, rules: Iterable[Rule]) -> str:
+    """Return the name of a policy, such as `bf16; blocks.*=fp8; head=default`."""
+    return "; ".join([default, *(f"{rule.pattern}={rule.name}" for rule in rules)])
+
+
+def policy_parts(name: str) -> tuple[str, tuple[Rule, ...]]:
+    """Return the default precision and the rules of a policy's name."""
+    default, *rules = (part.strip() for part in name.split(";"))
+    return default, tuple(Rule(*rule.rpartition("=")[::2]) for rule in rules if rule)
+
+
+def _read_policy(value: Any) -> Named:
+    given: Mapping[str, object] = (
+        value if isinstance(value, Mapping) else {DEFAULT: policy_parts(value)[0], **dict(policy_parts(value)[1])}
+    )
+    default = read_precision(given[DEFAULT])
+    rules = []
+    for pattern, asked in given.items():
+        if pattern != DEFAULT:
+            name = DEFAULT if asked == DEFAULT else read_precision(asked).name
+            rules.append(Rule(str(pattern), DEFAULT if name == default.name else name))
+            if (
+                rules[-1].name not in (DEFAULT, "fp32", "bf16", *FP8_KINDS)
+                or ";" in str(pattern)
+                or "=" in str(pattern)
+            ):
+                raise PrecisionRefused(
+                    f"precision of {pattern!r} is {asked!r}",
+                    allowed=f"{', '.join(FP8_KINDS)}, fp32, bf16 next to a default in fp8, or {DEFAULT}",
+                    do=f"precision: {{default: {default.name}, '{pattern}': fp8}}",
+                )
+    return Named(policy_name(default.name, rules), default.took)
 
 
 def read_step_precision(value: object) -> Named:
@@ -142,7 +203,7 @@ _Reader = Callable[[str, object], Claim | None]
 
 _ON = frozenset({"true", "yes", "on", "1"})
 _OFF = frozenset({"false", "no", "off", "0"})
-_NARROW = frozenset({"bf16", "fp16", FP8, AUTO})
+_NARROW = frozenset({"bf16", "fp16", *FP8_KINDS, AUTO})
 _FULL = frozenset({"fp32", "tf32"})
 
 

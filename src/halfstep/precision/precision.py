@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from halfstep.errors import unknown_name
 from halfstep.formats import BF16, FP16, FP32, FP64, TF32, Format, is_narrow
 from halfstep.precision import flags, names
-from halfstep.precision.names import precision_names
+from halfstep.precision.names import FP8_KINDS, Rule, is_policy, policy_name, policy_parts, precision_names
 
 # -- half convolutions ------------------------------------------------------------------------------------------------
 # Speed up fp16 convolutions on a CPU: oneDNN has no kernel for their backward and falls back to a reference loop.
@@ -69,6 +69,20 @@ class Precision:
     """Whether small gradients underflow in this format, so that the loss is scaled up before backward."""
     falls_to: str | None = None
     """The fallback for devices that do not support this format."""
+    converts: str = ""
+    """The kind of fp8 that linear layers compute in, where the kernel can; empty for none."""
+    rules: tuple[Rule, ...] = ()
+    """The rules of a policy, which differ from the rest by module."""
+
+    @property
+    def needs(self) -> str:
+        """The format that a device must have."""
+        return self.converts.partition("-")[0] or self.computes.name
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether it converts layers of a model, or makes islands of some."""
+        return bool(self.converts or self.rules)
 
     @property
     def casts(self) -> bool:
@@ -103,7 +117,15 @@ class Precision:
             yield
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Prepare a model once, before the first step."""
+        """Prepare a model before the first step: convert its layers, after another precision's were restored."""
+        from halfstep.precision.conversion import undo_policy  # it needs islands, which need this module
+
+        if self.changes_model:
+            from halfstep.precision.policy import apply_policy
+
+            apply_policy(model, self.converts, self.rules)
+        else:
+            undo_policy(model)
         if self._spares_convolutions(device):
             spare_half_convolutions(model)
 
@@ -148,19 +170,38 @@ PRECISIONS = {
             stores=FP64,
             reduces=FP64,
         ),
+        *(
+            Precision(name=kind, summary=summary, computes=BF16, falls_to="bf16", converts=kind)
+            for kind, summary in {
+                "fp8": "bf16, and linear layers in fp8 with a scale for each tensor",
+                "fp8-rowwise": "bf16, and linear layers in fp8 with a scale for each row",
+                "fp8-rowwise-gw-hp": "as fp8-rowwise, with the gradients of weights in bf16",
+                "mxfp8": "bf16, and linear layers in fp8 with a scale for each 32 numbers",
+            }.items()
+        ),
     )
 }
 assert list(PRECISIONS) == [
     *precision_names(),
     names.FP64,
+    *FP8_KINDS,
 ]  # the names are listed apart, so that reading them needs no torch
 
 
 def precision_named(name: str) -> Precision:
     """Return the precision of exactly this name, or raise UnknownName; `read_precision` accepts aliases."""
+    if is_policy(name):
+        default, rules = policy_parts(name)
+        return with_rules(precision_named(default), rules)
     if name not in PRECISIONS:
         raise unknown_name("precision", name, PRECISIONS)
     return PRECISIONS[name]
+
+
+def with_rules(precision: Precision, rules: tuple[Rule, ...]) -> Precision:
+    """Return a precision with the rules of a policy."""
+    summary = f"{precision.summary}; by pattern: {', '.join(f'{rule.pattern} {rule.name}' for rule in rules)}"
+    return replace(precision, name=policy_name(precision.name, rules), summary=summary, rules=rules)
 
 
 def widen(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,20 @@ from halfstep.errors import HalfstepError, PrecisionRefused
 from halfstep.finding import Finding
 from halfstep.page import Items, Page, Paragraph, finding_box
 from halfstep.precision.hardware import Device, ability, describe
-from halfstep.precision.names import AMP, AUTO, FP8, FP64, Named, precision_names, read_step_precision
-from halfstep.precision.precision import Precision, precision_named
+from halfstep.precision.names import (
+    AMP,
+    AUTO,
+    DEFAULT,
+    FP8_KINDS,
+    FP64,
+    Named,
+    Rule,
+    is_policy,
+    policy_parts,
+    precision_names,
+    read_step_precision,
+)
+from halfstep.precision.precision import Precision, precision_named, with_rules
 from halfstep.precision.probe import Measurements, measure
 
 # -- decision ---------------------------------------------------------------------------------------------------------
@@ -78,7 +90,6 @@ AS_GOOD = 0.9
 _PREFERRED = ("bf16", "fp16", "tf32")
 _SIXTEEN_BITS = ("bf16", "fp16")
 _FLOOR = "fp32"
-_FP8_FALLS_TO = "bf16"
 _SLOW, _SUBSTITUTED = "precision.slow", "precision.substituted"
 _log = logging.getLogger("halfstep")
 
@@ -145,6 +156,8 @@ def choose_precision(
     if isinstance(asked, Precision):
         return _chosen(Decision((Considered(asked.name, True, "given as an object"),)), Named(asked.name), here, asked)
     named = read_step_precision(asked)
+    if is_policy(named.name):
+        return _by_policy(named, here, fallback=fallback, measured=measured, fresh=fresh)
 
     def decide() -> Decision:
         if named.name == AMP:
@@ -158,9 +171,26 @@ def choose_precision(
     return _chosen(decision, named, here, precision_named(decision.name))
 
 
+def _by_policy(named: Named, here: Device, *, fallback: bool, measured: Measurements | None, fresh: bool) -> Choice:
+    """Choose the default of a policy, and the kinds of fp8 of its rules; without one, a rule means the default."""
+    default, rules = policy_parts(named.name)
+    choice = choose_precision(default, device=here, fallback=fallback, measured=measured, fresh=fresh)
+    kept, findings, rungs = list[Rule](), choice.findings, choice.rungs
+    for rule in rules:
+        name = rule.name
+        if name in FP8_KINDS:
+            decision = decided_by_rank_zero(lambda name=name: _by_name(name, here, fallback))  # type: ignore[misc]
+            findings += tuple(finding for finding in decision.findings if finding not in findings)
+            rungs += decision.rungs
+            name = decision.name if decision.name in FP8_KINDS else DEFAULT
+        kept.append(Rule(rule.pattern, name))
+    precision = with_rules(choice.precision, tuple(kept))
+    return replace(choice, precision=precision, asked=named.name, took=named.took, rungs=rungs, findings=findings)
+
+
 def _chosen(decision: Decision, named: Named, here: Device, precision: Precision) -> Choice:
     findings = decision.findings
-    can = ability(here, precision.computes.name)
+    can = ability(here, precision.needs)
     # Rank 0 decided from its own device; this one may be of another kind.
     if distributed.rank() > 0 and not can.native and not _is_slow(decision):
         evidence = f"rank 0 chose {precision}, and rank {distributed.rank()} has {here.name}: {can.reason}"
@@ -190,14 +220,12 @@ def _by_name(asked: str, device: Device, fallback: bool) -> Decision:
             return Decision(tuple(rungs), _findings(asked, rungs, device))
         if not fallback:
             break
-        name = _FP8_FALLS_TO if name == FP8 else precision_named(name).falls_to
+        name = precision_named(name).falls_to
     raise _refusal(asked, device, rungs[0].reason)
 
 
 def _try(name: str, asked: str, device: Device, fallback: bool) -> Considered:
-    if name == FP8:
-        return Considered(FP8, False, "no run computes in fp8 yet; it is here as a format for emulation")
-    can = ability(device, precision_named(name).computes.name)
+    can = ability(device, precision_named(name).needs)
     # A recipe in bf16 is for many devices and takes what each has; fp16 on a CPU is asked for to study fp16.
     emulated = name == asked and can.emulated and (not fallback or (name == "fp16" and device.kind == "cpu"))
     return Considered(name, can.native or emulated, f"asked for by name: {can.reason}" if emulated else can.reason)
@@ -209,7 +237,7 @@ def _findings(asked: str, rungs: list[Considered], device: Device) -> tuple[Find
         evidence = f"{asked} was asked for and {took} runs, on {device.name}: {rungs[0].reason}"
         fix = f"ask for {took}; with train.strict=true, or without fallback=True, {asked} runs as asked or is refused"
         return (Finding(_SUBSTITUTED, "warning", evidence, fix),)
-    can = ability(device, precision_named(took).computes.name)
+    can = ability(device, precision_named(took).needs)
     if not can.native:
         native = ", ".join(["auto", *_native(device)])
         fix = f"ask for one of {native}, unless {took}'s behaviour is what you study"

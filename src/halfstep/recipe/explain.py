@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from halfstep.precision.names import DEFAULT
 from halfstep.recipe.fields import SHORT_FOR, Fields, Json, RecipeField, fields_in
 from halfstep.recipe.names import FOREIGN_SECTIONS, PRECISION_WORDS
 from halfstep.recipe.schema import ALSO
@@ -132,7 +133,10 @@ def _with_other_words(schema: Json) -> dict[str, object]:
     other |= {word: {"type": "object", "description": "Read as if it stood outside."} for word in FOREIGN_SECTIONS}
     other |= {word: {"description": "Translated into precision."} for word in PRECISION_WORDS}
     own = {name: _or_its_name(fields, name, field) for name, field in schema["properties"].items()}
-    own["precision"] = {key: value for key, value in own["precision"].items() if key != "type"}
+    word = {"type": ["string", "integer", "boolean"]}
+    policy = {"type": "object", "required": [DEFAULT], "additionalProperties": word}
+    described = {key: value for key, value in own["precision"].items() if key != "type"}
+    own["precision"] = {**described, "anyOf": [word, policy]}
     definitions = {name: _with_also(definition) for name, definition in schema.get("$defs", {}).items()}
     return {**schema, "properties": {**other, **own}, "$defs": definitions}
 

@@ -16,7 +16,19 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from halfstep.errors import BadRecipe, Contradiction, Unsafe
-from halfstep.precision.names import FLAGS, FORMATS, SWITCHES, Named, is_off, is_on, read_settings
+from halfstep.precision.names import (
+    FLAGS,
+    FORMATS,
+    SWITCHES,
+    Named,
+    is_off,
+    is_on,
+    is_policy,
+    policy_name,
+    policy_parts,
+    read_precision,
+    read_settings,
+)
 from halfstep.recipe.fields import Fields, fields_of, nearest
 from halfstep.recipe.names import (
     ELSEWHERE,
@@ -124,6 +136,10 @@ def _override(
     named = _read_over(line.precision, translated.precision)
     if named is None:
         return content, notes
+    policy = translated.precision.get("precision")
+    if line.precision and is_policy(policy) and not is_policy(named.name):
+        _, rules = policy_parts(read_precision(policy).name)
+        named = Named(policy_name(named.name, rules), named.took)
     content["precision"] = named.name
     if named.took:
         notes.append(named.took)
@@ -196,7 +212,7 @@ def _read_precision(words: Mapping[str, object]) -> Named | None:
     Raises Contradiction if they disagree, and BadRecipe for a value that is no precision.
     """
     for key, value in words.items():
-        if isinstance(value, list) or (isinstance(value, dict) and "enabled" not in value):
+        if isinstance(value, list) or (isinstance(value, dict) and "enabled" not in value and not is_policy(value)):
             raise BadRecipe(f"{key} holds a {type(value).__name__}", allowed="a precision, or true", do=f"{key}: bf16")
     return read_settings(words)
 

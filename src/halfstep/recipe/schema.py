@@ -348,8 +348,9 @@ class Recipe(Section, Generic[ModelT, DataT, LossT]):
     """The task: segmentation, classification, diffusion, slots, text, or one of your own."""
     about: str = ""
     """A sentence on what this recipe is for."""
-    precision: str = "auto"
-    """fp32, tf32, bf16, fp16; amp: bf16 where native, else fp16; or auto: the fastest that is safe here. Other
+    precision: str = Field("auto", json_schema_extra={ALLOWED: "a precision, or a policy by module"})
+    """fp32, tf32, bf16, fp16, fp8, fp8-rowwise, fp8-rowwise-gw-hp, mxfp8; amp: bf16 where native, else fp16; or auto:
+    the fastest that is safe here. A policy by module: {default: bf16, "blocks.*": fp8, "*.norm": fp32}. Other
     projects' words are understood.
     """
     sizing: Literal["none", "auto"] = "none"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from halfstep.errors import TornUpdate, WrongUse
+from halfstep.errors import StateMismatch, TornUpdate, WrongUse
 from halfstep.finding import Finding
 from halfstep.formats import FP64, is_narrow
 from halfstep.observe.reachable import global_names, held_by
@@ -65,6 +65,20 @@ def check_stored(precision: Precision, model: nn.Module, optimizers: Mapping[str
             allowed="a model in float64, and batches in float64",
             do="model.double() before the optimizer is built, or precision='fp32'",
         )
+
+
+def check_same_conversion(ours: Mapping[str, str], saved: Mapping[str, str]) -> None:
+    """Raise StateMismatch if the saved run computed other layers in fp8, or in another kind of it."""
+    if ours == saved:
+        return
+    other = sorted(path for path in {**ours, **saved} if ours.get(path) != saved.get(path))
+    path = other[0]
+    raise StateMismatch(
+        f"{path} was trained in {saved.get(path, 'no fp8')}, and computes in {ours.get(path, 'no fp8')} here"
+        f"{f'; {len(other) - 1} more layers differ' if len(other) > 1 else ''}",
+        allowed="the same layers in the same kinds of fp8",
+        do="the precision, or the policy, that the run was saved with",
+    )
 
 
 def idle_island(path: str) -> Finding:

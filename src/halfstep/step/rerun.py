@@ -28,6 +28,7 @@ from halfstep.observe.nonfinite_origin import (
 )
 from halfstep.observe.reachable import held_by, leaves, outermost, reachable
 from halfstep.observe.recorder import Recorder, as_written, eagerly
+from halfstep.precision.conversion import as_plain, is_changed, own_conversions, undo_policy
 from halfstep.precision.island import trial_island
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.loss import Counted, base_count, loss_and_aux, weighted
@@ -232,6 +233,11 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
     with kept as rollback, trial_island(model, *config.islands), wide_weights(model, config.precision):
         with ExitStack() as active:
             active.enter_context(config.precision.scope(device))
+            if not config.precision.changes_model:
+                active.enter_context(as_plain(own_conversions(model)))
+            elif not is_changed(model):
+                config.precision.prepare(model, device)
+                active.callback(undo_policy, model)
             if not config.compiled:
                 active.enter_context(eagerly())
                 active.enter_context(Recorder(model, origins, memory=rollback))

@@ -32,6 +32,8 @@ class Traffic:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.gathered = 0
+        """Bytes of weights that were gathered since the window began, from all ranks of a group."""
         self.start()
 
     def start(self, *, done: Sequence[tuple[str, int]] = (), silent: bool = False, until: float | None = None) -> None:
@@ -79,6 +81,7 @@ class _Gather(_CountedComm):
         if self._traffic.skips(GATHER, output_tensor.numel()):
             output_tensor.zero_()
             return None
+        self._traffic.gathered += output_tensor.nbytes
         return self._run(output_tensor, input_tensor, group, async_op=async_op)
 
 
@@ -115,6 +118,11 @@ class Sharded(Synchroniser):
         self._finished = False
         self._current: tuple[LossFunction, Any, bool] | None = None
 
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of weights that were gathered in this window, or in the last one."""
+        return self._traffic.gathered
+
     def follow(self) -> Synchroniser:
         """Replace the collectives of new parameter groups."""
         self._look()
@@ -137,6 +145,11 @@ class Sharded(Synchroniser):
         meshes = {group.mesh_info.mesh.ndim for group in self._groups}
         self._only_ours = max(meshes) == 1 and all(p.device_mesh.ndim == 1 for p in shards)
         """Whether all collectives of a window go through `_Gather` and `_Reduce`: one mesh dimension only."""
+        fp8 = sys.modules.get("torchao.float8.fsdp_utils")
+        gathers_fp8 = fp8 and any(isinstance(p.to_local(), fp8.WeightWithDynamicFloat8CastTensor) for p in shards)
+        self._scale_weights = fp8.precompute_float8_dynamic_scale_for_fsdp if fp8 and gathers_fp8 else None
+        """Computes the scales of weights that are gathered in fp8, with one collective instead of one in each gather.
+        """
 
     # -- a window -----------------------------------------------------------------------------------------------
 
@@ -144,7 +157,10 @@ class Sharded(Synchroniser):
         """Start a window, and publish its number of micro-batches."""
         self._end()
         self._window, self._since = microbatches, time.perf_counter()
+        self._traffic.gathered = 0
         self._traffic.start()
+        if self._scale_weights is not None:
+            self._scale_weights(self.model)
         self._publish(microbatches)
 
     def _publish(self, microbatches: int) -> None:

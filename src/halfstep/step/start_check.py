@@ -241,7 +241,7 @@ class _Runs:
         with batch_kept(batch), kept, _host_random_kept(), ExitStack() as active:
             active.enter_context(wide_weights(model, precision))
             if reference:
-                active.enter_context(as_plain(model))
+                active.enter_context(as_plain(module for module in model.modules() if is_converted(module)))
             active.enter_context(precision.scope(self._device))
             if not compiled:
                 active.enter_context(eagerly())
@@ -302,7 +302,8 @@ class _Judge:
         self._formats = {as_written(path): format_in(m, precision.computes) for path, m in model.named_modules()}
         self._wide, self._narrow = wide, narrow
         converted = any(map(is_converted, model.modules()))
-        self._name = f"{precision.name} with fp8 layers" if converted else precision.name
+        theirs = converted and not precision.changes_model
+        self._name = f"{precision.name} with fp8 layers" if theirs else precision.name
         self._epsilon = max(format.epsilon for format in self._formats.values())
         self._compiled = compiled_modules(model)
         self._smallest = _UNDERFLOWS / factor if precision.scaled else 0.0

@@ -16,6 +16,7 @@ from halfstep.errors import StateMismatch, WrongUse, same_keys, same_presence
 from halfstep.finding import Finding
 from halfstep.formats import FP32
 from halfstep.observe.precision_check import LookAgain, LookSchedule, Observation, Watch, may_look_again
+from halfstep.precision.conversion import converted_layers
 from halfstep.precision.island import islands, settle
 from halfstep.precision.precision import Precision
 from halfstep.precision.select import Choice, choose_precision
@@ -323,6 +324,11 @@ class StepperBase:
         return {name: buffer for name, buffer in remembered.items() if name in own}
 
     @property
+    def gathered_bytes(self) -> int | None:
+        """The bytes of weights that FSDP2 gathered on this rank in the last window; None where nothing is sharded."""
+        return self._synchroniser.gathered_bytes
+
+    @property
     def bad_parameter(self) -> Tensor | None:
         """The first parameter whose gradient was non-finite in the last step."""
         return next((o.bad_parameter for o in self._objectives if o.bad_parameter is not None), None)
@@ -382,6 +388,7 @@ class StepperBase:
         """
         ours = self.state_dict()
         _same_weight_format(ours, state)
+        checks.check_same_conversion(ours.get("converted", {}), state.get("converted", {}))
         same_keys("a Stepper's state", ours, state)
         same_keys("optimizers", ours["optimizers"], state["optimizers"])
         for name, slot in self._slots.items():
@@ -398,8 +405,10 @@ class StepperBase:
         """
         counts = self.counts.state_dict()
         counts["attempted"] -= int(bool(self._open) and not self._concluding)
+        converted = converted_layers(self.model)
         return {
             "precision": self.precision.name,
+            **({"converted": converted} if converted else {}),
             "counts": counts,
             "ema": None if self.ema is None else self.ema.state_dict(),
             "losses": {name: loss.state_dict() for name, loss in self._losses.items()},
@@ -410,6 +419,7 @@ class StepperBase:
         """Load a state of `own_state()`; raise StateMismatch before anything is changed."""
         ours = self.own_state()
         _same_weight_format(ours, state)
+        checks.check_same_conversion(ours.get("converted", {}), state.get("converted", {}))
         same_keys("a Stepper's own state", ours, state)
         for key in ("losses", "counts"):
             same_keys(key, ours[key], state[key])

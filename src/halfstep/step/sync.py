@@ -34,6 +34,11 @@ class Synchroniser(ABC):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
+    @property
+    def gathered_bytes(self) -> int | None:
+        """The bytes of weights that FSDP2 gathered in the last window; None where weights are not sharded."""
+        return None
+
     def begin(self, microbatches: int) -> None:
         """Start a window; `microbatches` is 0 if their number is unknown."""
         return

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from halfstep import distributed
+from halfstep import distributed, numbers
 from halfstep.checkpoint.commit import Saver
 from halfstep.data.dataset import BadSampleBudget, Batch, Replaced, Sample, nonfinite_ids
 from halfstep.data.fingerprint import Fingerprint
@@ -348,7 +348,10 @@ class Loop:
         seen = self.stepper.observed
         if seen is not None and seen != self._observed:
             self._observed = seen
-            self.journal.emit(events.PRECISION_CHECK, expected=seen.expected, share=seen.share, text=str(seen))
+            gathered = self.stepper.gathered_bytes
+            weights = "" if gathered is None else f"; an update gathers {numbers.size(gathered)} of weights"
+            text = f"{seen}{weights}"
+            self.journal.emit(events.PRECISION_CHECK, expected=seen.expected, share=seen.share, text=text)
 
     def _rate(self, samples_per_second: float) -> dict[str, float]:
         tokens = self.task.tokens_per_sample
@@ -457,13 +460,13 @@ class Loop:
         if now - self._evaluated > 0.25:
             self._evaluated = now
             # Metrics of several ranks need a collective, and only rank 0 would call it here.
-            numbers = self._so_far() if distributed.size() == 1 else {}
+            so_far = self._so_far() if distributed.size() == 1 else {}
             self.journal.emit(
                 events.EVALUATING,
                 epoch=epoch,
                 done=done,
                 total=of,
-                metrics=numbers,
+                metrics=so_far,
                 seconds_left=self.time_left.while_evaluating(self.progress.attempts, epoch - 1, done, of),
                 seconds_left_in_epoch=self.time_left.of_batches(of - done, done),
             )

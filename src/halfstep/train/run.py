@@ -31,6 +31,7 @@ from halfstep.journal.telemetry import Telemetry
 from halfstep.numbers import duration, to_float
 from halfstep.page import Column, Page, Pairs, Paragraph, Table, charts_of
 from halfstep.precision import flags
+from halfstep.precision.conversion import converted_layers
 from halfstep.recipe.resolve import ChosenSetting
 from halfstep.status_line import OnProgress
 from halfstep.train.environment import AutoChoices, git_revision
@@ -307,6 +308,7 @@ def _facts(loop: Loop) -> dict[str, Any]:
             "took": choice.took,
             "chosen": choice.precision.name,
             "summary": choice.precision.summary,
+            "converted": converted_layers(loop.model),
             "reasons": list(choice.reasons),
         },
         "device": {"name": choice.device.name, "place": str(device)},

@@ -113,10 +113,11 @@ class SavedPosition(TypedDict):
 
 
 class SavedPrecision(TypedDict):
-    """The precision and its islands in fp32, and the format of trained weights where that is not fp32."""
+    """The precision, its islands in fp32, layers converted to fp8, and the format of trained weights if not fp32."""
 
     name: str
     islands: list[str]
+    converted: NotRequired[dict[str, str]]
     weights: NotRequired[str]
 
 
@@ -164,7 +165,7 @@ class State:
             },
             guards={guard.name: guard.state_dict() for guard in stateful(live.parts.stepper)},
             recipe=live.recipe.model_dump(mode="json"),
-            precision=_precision(live),
+            precision=_saved_precision(live, stepper),
             auto_choices=live.auto_choices.as_dict(),
         )
 
@@ -245,14 +246,6 @@ def _optimizer_facts(live: RunObjects, name: str) -> dict[str, object]:
     names = {id(parameter): name for name, parameter in live.parts.model.named_parameters()}
     groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     return {"kind": type(optimizer).__name__, "param_names": groups}
-
-
-def _precision(live: RunObjects) -> SavedPrecision:
-    stepper = live.parts.stepper
-    saved: SavedPrecision = {"name": stepper.precision.name, "islands": sorted(islands(live.parts.model))}
-    if stepper.weights is not None:
-        saved["weights"] = stepper.weights.format
-    return saved
 
 
 def _weights(live: RunObjects) -> SavedWeights:
@@ -423,11 +416,21 @@ def _check_precision(now: State, saved: State) -> None:
         )
 
 
+def _saved_precision(live: RunObjects, stepper: Mapping[str, Any]) -> SavedPrecision:
+    found: SavedPrecision = {"name": stepper["precision"], "islands": sorted(islands(live.parts.model))}
+    if "converted" in stepper:
+        found["converted"] = stepper["converted"]
+    if (weights := live.parts.stepper.weights) is not None:
+        found["weights"] = weights.format
+    return found
+
+
 def _in_words(precision: SavedPrecision) -> str:
     in_fp32 = ", ".join(precision.get("islands", ()))
-    weights = precision.get("weights")
+    in_fp8, weights = precision.get("converted", {}), precision.get("weights")
     named = f"{precision.get('name')}{f' with weights as {weights}' if weights else ''}"
-    return f"{named}{f' with {in_fp32} in fp32' if in_fp32 else ''}"
+    converted = f", {len(in_fp8)} layers in {', '.join(sorted(set(in_fp8.values())))}" if in_fp8 else ""
+    return f"{named}{f' with {in_fp32} in fp32' if in_fp32 else ''}{converted}"
 
 
 def _check_weights(live: RunObjects, now: State, saved: State) -> None:
@@ -513,6 +516,7 @@ def _of_stepper(live: RunObjects, saved: State) -> dict[str, Any]:
         for name, loss in saved.loss_scales.items()
     }
     rest = {"precision": saved.precision["name"], "counts": saved.counts["steps"], "ema": saved.ema}
+    rest |= {"converted": saved.precision["converted"]} if "converted" in saved.precision else {}
     # The low bits are set together with the weights.
     narrow = {"weights": stepper["weights"]} if "weights" in stepper else {}
     return {**rest, **narrow, "optimizers": optimizers, "losses": losses}

@@ -13,6 +13,7 @@ from halfstep.measure.plan.search import eager_settings
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 from tests.measure.plan.clockwork import A100, PLAIN_CPU, World, cell, key, planned
+from tests.support.devices import cuda
 
 FAST = {"fp32": 3.0, "fp32 last": 2.5, "bf16": 1.8, "bf16 last": 1.0, "bf16 last compiled": 1.2, "bf16 compiled": 2.0,
         "bf16 last 2x8": 1.3}  # fmt: skip
@@ -159,6 +160,27 @@ def test_the_most_promising_comes_first() -> None:
     assert [key(setting) for setting in settings] == [
         "bf16 last", "fp16 last", "tf32 last", "bf16", "fp16", "tf32", "fp32 last",
     ]  # fmt: skip
+
+
+def test_fp8_is_measured_where_the_device_has_it_and_a_layer_can_be_converted() -> None:
+    h100 = cuda("H100", 9, 0)
+    names = {
+        (device.name, layers): [
+            setting.precision for setting in eager_settings(StepSetting(batch=4), device, False, layers)
+        ]
+        for device in (A100, h100)
+        for layers in (0, 5)
+    }
+    assert [place for place, found in names.items() if "fp8" in found] == [("H100", 5)]
+
+
+@pytest.mark.parametrize(("seconds", "taken"), [(0.7, "bf16"), (0.25, "fp8")])
+def test_fp8_is_taken_only_where_it_is_faster(seconds: float, taken: str) -> None:
+    world = World({"fp32": 1.0, "bf16": 0.5, "fp8": seconds})
+    plan = planned(world, device=cuda("H100", 9, 0), has_images=False, fp8_layers=5)
+    assert plan.choice.setting.precision == taken
+    assert plan.reasons["fp8"].startswith("eligible: 5 linear layers; ")
+    assert cell(plan, "fp8").speed.speedup == pytest.approx(1.0 / seconds, rel=0.1)
 
 
 def needs(setting: StepSetting) -> int:

@@ -164,6 +164,8 @@ def _step(
     case: Case, device: torch.device, precision: Precision, scale: float, without: tuple[str, ...]
 ) -> ObservedStep:
     model, batch = copies(case, device)
+    if precision.changes_model:
+        precision.prepare(model, device)
     # As the Stepper does: islands then cast their outputs to the format that follows.
     settle(model)
     for path in without:

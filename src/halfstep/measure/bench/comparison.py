@@ -325,6 +325,12 @@ class BenchRow:
         return dict(total)
 
     @property
+    def converted(self) -> int:
+        """Return the number of layers that its runs computed in fp8, as their journals have it."""
+        precision = self.runs[0].conditions.get("precision") if self.runs else None
+        return len(precision.get("converted") or ()) if isinstance(precision, Mapping) else 0
+
+    @property
     def is_proven(self) -> bool:
         """Return whether it is known to be faster than the baseline and as good."""
         found = (self.parity and self.parity.verdict, self.gain and self.gain.verdict)

@@ -91,7 +91,8 @@ class Bench(JsonResult, ShownAsPage):
         """Return remarks on all verdicts: the margin, other work on the machine, and deviations."""
         # Without a candidate to compare, a margin means nothing.
         margin = [report.margin_said(self.margin, self.metric)] if self.margin and len(self.rows) > 1 else []
-        return (*margin, *filter(None, [busy(self.conditions)]), *self.notes)
+        in_fp8 = [f"{row.name}: {several(row.converted, 'layer')} in fp8" for row in self.rows if row.converted]
+        return (*margin, *in_fp8, *filter(None, [busy(self.conditions)]), *self.notes)
 
     @property
     def verdicts(self) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def notes_of(
     peak = sum(at_peak.values())
     notes = [Note(_why_not_half(precision, peak, wide))] if precision.casts and peak else []
     if device.type == "cpu":
-        found = ability(describe(device), precision.name)
+        found = ability(describe(device), precision.needs)
         if not found.native:
             notes.append(Note(f"{precision.name} is not native here: {found.reason}", only_here=True))
         if precision.scaled:

@@ -413,7 +413,7 @@ class FakeCandidate:
 
     def recorder(self) -> Recorder:
         """Return a recorder that adds the operations in its scope to the timeline."""
-        return Recorder(self.model, self.timeline)
+        return _InsideSubclasses(self.model, self.timeline)
 
     def step(self) -> None:
         """Take one whole update."""
@@ -456,6 +456,15 @@ class FakeCandidate:
         if self.microbatches > 1:
             loss = loss / self.microbatches
         return loss * _SCALE if self.precision.scaled else loss
+
+
+class _InsideSubclasses(Recorder):
+    """A recorder of the operations that torchao's tensors compute with: casts and copies take memory, too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__module__.startswith(("torchao.float8.", "torchao.prototype.")) for kind in types):
+            return NotImplemented  # then the tensor's own method runs, in this mode
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def uses_torchao(optimizer: torch.optim.Optimizer) -> bool:

@@ -24,7 +24,7 @@ from halfstep.measure.memory.verdict import (
     verdict,
 )
 from halfstep.measure.setting import StepSetting
-from halfstep.precision.names import AMP, AUTO, FP8, read_precision
+from halfstep.precision.names import AMP, AUTO, policy_name, policy_parts, read_precision
 from halfstep.precision.precision import precision_named
 from halfstep.status_line import OnProgress
 
@@ -101,18 +101,13 @@ def precisions(target: Target, options: EstimateOptions) -> list[str]:
 
 
 def _named(text: str, target: Target) -> str:
-    name = read_precision(text).name
-    if name == FP8:
-        raise PrecisionRefused(
-            f"{text}: no run computes in fp8 yet, so that there is no memory to estimate",
-            allowed="fp32, tf32, bf16, fp16, auto",
-            do="--survive fp8_e4m3 tells whether a model would survive it",
-        )
-    return own_choice(target, name) if name in (AUTO, AMP) else name
+    default, rules = policy_parts(read_precision(text).name)
+    name = own_choice(target, default) if default in (AUTO, AMP) else default
+    return policy_name(name, rules)
 
 
 def _native(target: Target, name: str) -> NativeFormat:
-    can = target.ability(precision_named(name).computes.name)
+    can = target.ability(precision_named(name).needs)
     return NativeFormat(None if target.device.kind == "other" else can.native, can.reason)
 
 

@@ -388,7 +388,7 @@ class Timeline:
             return
         self._follow_recomputing(operation)
         self.moments.append(Moment(self.phase, operation.module))
-        part = "cast copies" if _casts_weights(operation) else "temporary"
+        part = "cast copies" if _casts(operation) else "temporary"
         # An in-place sum needs no extra memory while it runs: its result replaces the first operand afterwards.
         born = self.now + sums_in_place(operation)
         for tensor in _tensors(operation.result):
@@ -448,12 +448,11 @@ class Timeline:
                 block.part = "activations"
 
 
-def _casts_weights(operation: Operation) -> bool:
-    return (
-        operation.function is _CAST
-        and isinstance(operation.arguments[0], nn.Parameter)
-        and is_narrow(operation.result.dtype)
-    )
+def _casts(operation: Operation) -> bool:
+    """Return whether it casts a weight to a narrow format, or anything to fp8, of which layers make copies."""
+    if operation.function is not _CAST or not is_narrow(operation.result.dtype):
+        return False
+    return isinstance(operation.arguments[0], nn.Parameter) or operation.result.dtype.itemsize == 1
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

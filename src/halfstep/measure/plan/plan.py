@@ -30,7 +30,9 @@ from halfstep.measure.plan.search import CaseFacts, Growing, Search, abilities, 
 from halfstep.measure.plan.trials import SettingTrials
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, subject_of
+from halfstep.numbers import several
 from halfstep.precision.hardware import Device, describe
+from halfstep.precision.names import FP8
 from halfstep.status_line import OnProgress
 
 Cells = Mapping[StepSetting, Cell]
@@ -43,6 +45,8 @@ def reasons(choice: Cell, baseline: StepSetting, cells: Cells, facts: CaseFacts)
         other = replace(choice.setting, channels_last=not choice.setting.channels_last)
         layouts = ("channels last", "plain") if choice.setting.channels_last else ("plain", "channels last")
         found["layout"] = f"{layouts[0]} {words(choice, baseline)}; {layouts[1]} {words(cells.get(other), baseline)}"
+    if (narrow := cells.get(replace(baseline, precision=FP8))) is not None:
+        found[FP8] = f"eligible: {several(facts.fp8_layers, 'linear layer')}; {words(narrow, baseline)}"
     found["compile"] = _compile(choice, baseline, cells)
     found["micro-batches"] = _splits(choice, baseline, cells, facts)
     return found

@@ -29,7 +29,9 @@ from halfstep.measure.plan.trials import FINAL_PAIRS, LEAST_FINAL, SettingTrials
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
+from halfstep.precision.conversion import eligible_layers, has_torchao
 from halfstep.precision.hardware import Ability, Device, ability
+from halfstep.precision.names import FP8
 
 SPLITS = 2
 """Maximum number of times a micro-batch is halved or doubled."""
@@ -47,6 +49,8 @@ class CaseFacts:
     has_batch_norm: bool
     optimizer: str
     learning_rate: float
+    fp8_layers: int = 0
+    """The linear layers that fp8's kernels can compute; 0 without torchao."""
 
     @property
     def samples(self) -> int:
@@ -64,6 +68,7 @@ def facts_of(case: Case) -> CaseFacts:
         has_batch_norm=any(isinstance(module, _BatchNorm) for module in case.model.modules()),
         optimizer=type(optimizer).__name__,
         learning_rate=float(optimizer.param_groups[0]["lr"]),
+        fp8_layers=sum(bool(row.kind) for row in eligible_layers(case.model, FP8)) if has_torchao() else 0,
     )
 
 
@@ -72,11 +77,11 @@ def abilities(device: Device) -> dict[str, Ability]:
     return {name: ability(device, name) for name in SIMPLEST_FIRST}
 
 
-def eager_settings(baseline: StepSetting, device: Device, has_images: bool) -> list[StepSetting]:
+def eager_settings(baseline: StepSetting, device: Device, has_images: bool, fp8_layers: int = 0) -> list[StepSetting]:
     """Return all settings but the baseline, most promising first: the likely winner is measured if time runs out."""
-    native = [name for name, can in abilities(device).items() if can.native]
     layouts = [True, False] if has_images else [False]
-    narrow = [name for name in ("bf16", "fp16", "tf32") if name in native]
+    narrow = ["bf16", "fp16", "tf32", *([FP8] if fp8_layers else [])]
+    narrow = [name for name in narrow if ability(device, name).native]
     found = [replace(baseline, precision=name, channels_last=layout) for layout in layouts for name in narrow]
     return found + ([replace(baseline, channels_last=True)] if has_images else [])
 
@@ -179,7 +184,7 @@ class Search:
 
     def measure_eager(self) -> None:
         """Measure every eager setting."""
-        settings = eager_settings(self.baseline, self.device, self.facts.has_images)
+        settings = eager_settings(self.baseline, self.device, self.facts.has_images, self.facts.fp8_layers)
         self._trials.announce(settings)
         for setting in settings:
             self._trials.measure(setting)

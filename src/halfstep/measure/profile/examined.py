@@ -309,7 +309,7 @@ class Examined:
 
     def _described(self) -> ProfileFacts:
         """Return the facts known before any timing."""
-        can = ability(self.place, self.precision.computes.name)
+        can = ability(self.place, self.precision.needs)
         formats = [name for name in ("bf16", "fp16") if ability(self.place, name).native]
         others = [name for name in formats if name != self.precision.name]
         return ProfileFacts(

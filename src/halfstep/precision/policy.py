@@ -1,0 +1,128 @@
+"""Policies: a precision for each module by patterns, such as fp8 for the blocks and fp32 for the norms.
+
+A pattern matches a module by its path, as file names are matched, and everything inside of it. Of several matching
+patterns the last one counts. A pattern that matches nothing, or never counts, is refused: it would change nothing, and
+its author believes that it does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from halfstep.errors import PrecisionRefused
+from halfstep.precision.conversion import (
+    MULTIPLES,
+    NEEDS_TORCHAO,
+    PLACED,
+    convert_layers,
+    eligible_layers,
+    has_torchao,
+    undo_policy,
+)
+from halfstep.precision.island import is_island, island
+from halfstep.precision.names import DEFAULT, Rule
+
+WIDE = "fp32"
+
+
+def apply_policy(model: nn.Module, default: str, rules: tuple[Rule, ...]) -> None:
+    """Convert the layers of a model and make islands, as a precision asks for; undo those of the precision before.
+
+    Nothing is changed where it is refused.
+    """
+    placed = place(model, default, rules) if default or rules else Placed({}, ())
+    if placed.kinds and not has_torchao():
+        raise PrecisionRefused(
+            f"fp8 without torchao: {NEEDS_TORCHAO}", allowed="fp8 by torchao", do="pip install 'halfstep[narrow]'"
+        )
+    undo_policy(model)
+    convert_layers(model, placed.kinds)
+    for path in placed.islands:
+        if not is_island(module := model.get_submodule(path)):
+            island(model, path)
+            vars(module)[PLACED] = True
+
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Names that torch.compile and checkpointing put into paths."""
+
+
+class Placed(NamedTuple):
+    """What a policy means for one model."""
+
+    kinds: dict[str, str]
+    """The layers to convert by path, each with its kind."""
+    islands: tuple[str, ...]
+
+
+def place(model: nn.Module, default: str, rules: tuple[Rule, ...]) -> Placed:
+    """Return which layers of a model a precision converts, and which modules it keeps in fp32.
+
+    `default` is the conversion of layers without a rule; empty for none. Raises PrecisionRefused for a pattern without
+    effect, and where nothing can be converted.
+    """
+    paths = [path for path, _ in model.named_modules()]
+    chosen = {path: _last(path, rules) for path in paths}
+    _check_effect(model, rules, chosen)
+    named = {path: DEFAULT if at is None else rules[at].name for path, at in chosen.items()}
+    names = {path: default if name == DEFAULT else name for path, name in named.items()}
+    table = eligible_layers(model, {path: name for path, name in names.items() if name in MULTIPLES})
+    wide = [path for path in paths if names[path] == WIDE and rules]
+    outermost = [path for path in wide if path == "" or names[path.rpartition(".")[0]] != WIDE]
+    for path in outermost:
+        inner = next((p for p in paths if p.startswith(f"{path}.") and names[p] != WIDE), None)
+        if inner is not None:
+            raise PrecisionRefused(
+                f"the policy keeps {path} in fp32, and asks for {names[inner]} in {inner}, inside of it",
+                allowed="modules in fp32 with everything that they contain",
+                do=f"name the parts of {path} that are to stay in fp32, without {inner}",
+            )
+    kinds = {row.path: row.kind for row in table if row.kind and not _inside(row.path, outermost)}
+    if not kinds and any(name in MULTIPLES for name in names.values()):
+        why = "; ".join(f"{row.path}: {row.reason}" for row in table[:5]) or "the model has no weight matrix"
+        raise PrecisionRefused(
+            f"no layer can be converted to {default or next(n for n in names.values() if n in MULTIPLES)}: {why}",
+            allowed="plain nn.Linear layers whose dimensions are multiples of 16, or of 32 for mxfp8",
+            do="precision='bf16'",
+        )
+    return Placed(kinds, tuple(outermost))
+
+
+def _last(path: str, rules: tuple[Rule, ...]) -> int | None:
+    """Return the number of the last rule whose pattern matches a module, or one that contains it."""
+    parts = [part for part in path.split(".") if part not in _WRAPPERS]
+    around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    found = [at for at, rule in enumerate(rules) if any(fnmatchcase(each, rule.pattern) for each in around)]
+    return found[-1] if found else None
+
+
+def _inside(path: str, outer: list[str]) -> bool:
+    return any(path == each or path.startswith(f"{each}.") or not each for each in outer)
+
+
+def _check_effect(model: nn.Module, rules: tuple[Rule, ...], chosen: Mapping[str, int | None]) -> None:
+    counts = {at for path, at in chosen.items() if _is_layer(model.get_submodule(path))}
+    for at, rule in enumerate(rules):
+        matched = [path for path in chosen if path and _last(path, (rule,)) is not None]
+        if matched and at in counts:
+            continue
+        near = difflib.get_close_matches(rule.pattern.strip("*."), [path for path in chosen if path], 3, 0.3)
+        given = (
+            f"the pattern {rule.pattern!r} of the policy never counts: later ones match the same modules"
+            if matched
+            else f"the pattern {rule.pattern!r} of the policy matches no module"
+        )
+        raise PrecisionRefused(
+            given,
+            allowed=f"the paths of modules, such as {', '.join(near or [path for path in chosen if path][:3])}",
+            do="delete it" if matched else "print(dict(model.named_modules()).keys()) shows all paths",
+        )
+
+
+def _is_layer(module: Any) -> bool:
+    return any(p is not None for p in module._parameters.values()) or next(module.children(), None) is None
