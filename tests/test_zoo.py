@@ -25,6 +25,7 @@ FIGURE = re.compile(r"(?<![\w.#/])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.]*\w)")
 pytest.importorskip("accelerate")
 pytest.importorskip("diffusers")
 pytest.importorskip("lightning")
+pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 

@@ -41,6 +41,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 USAGE, DATA, SOFTWARE, CANNOT_CREATE, STORAGE, TRY_AGAIN, REFUSED, CONFIGURATION = 64, 65, 70, 73, 74, 75, 77, 78
@@ -425,6 +426,14 @@ def missing_extra(error: ImportError) -> MissingExtra | None:
         allowed=f"halfstep with its extras {' and '.join(wanted)}",
         do=f"pip install 'halfstep[{','.join(wanted)}]'",
     )
+
+
+def require(*packages: str) -> None:
+    """Raise MissingExtra for a package of an extra that is not installed; nothing is imported."""
+    for package in packages:
+        if find_spec(package) is None:
+            error = ModuleNotFoundError(f"No module named {package!r}", name=package)
+            raise missing_extra(error) or error
 
 
 def mismatched_extra(error: Exception) -> MissingExtra | None:

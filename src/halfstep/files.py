@@ -9,7 +9,9 @@ import math
 import os
 import re
 import secrets
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -85,6 +87,19 @@ def storing(given: str, *, allowed: str, do: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageFailed(f"{given}: {error.strerror or error}", allowed=allowed, do=do) from None
+
+
+@contextmanager
+def making_folder(place: Path) -> Iterator[Path]:
+    """Yield a draft next to a new folder, to write to; on success it becomes the folder, otherwise nothing remains."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    try:
+        yield draft
+        draft.chmod(0o755)  # mkdtemp's folders are private
+        os.replace(draft, place)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def refuse_taken(file: Path, overwrite: bool, *, do: str, flag: str = "") -> None:

@@ -19,9 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import halfstep
 from halfstep.cli.main import build
 from halfstep.errors import BadData, BadRecipe, WrongUse
+from halfstep.precision.island import island
 from halfstep.precision.precision import precision_named
 from halfstep.runs.evaluate_run import evaluate
 from halfstep.step.loss import Counted
+from halfstep.step.stepper import Stepper
 from halfstep.tasks.models.text.model import (
     IGNORED,
     LanguageModel,
@@ -111,6 +113,19 @@ def test_the_loss_is_in_fp32_under_autocast() -> None:
     with precision_named("bf16").autocast(torch.device("cpu")):
         loss = task.loss(model, batch)
     assert loss.sum.dtype is torch.float32
+
+
+def test_norms_head_and_embedding_can_be_islands() -> None:
+    task = text()
+    model = task.model()
+    island(model, "language.model.norm", "language.lm_head", "language.model.embed_tokens")
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision=precision_named("bf16"))
+    batch = batch_of(task, "train")
+    losses = [stepper.step(task.loss, batch).loss for _ in range(3)]
+    assert losses[-1] < losses[0]
+    assert stepper.observed is not None
+    assert stepper.observed.island_flops >= 2 * batch["tokens"].numel() * 32 * 512
+    assert not stepper.observed.idle_islands
 
 
 def test_positions_and_targets_of_documents_in_one_window() -> None:

@@ -110,6 +110,28 @@ def test_a_run_in_fp32_widens_a_bf16_base_and_refuses_a_quantized_one(base: Path
             task.ready(task.model(), precision_named("fp32"))
 
 
+@pytest.mark.parametrize("base_format", FORMATS)
+def test_rotary_tables_are_in_fp32_whatever_the_base_is_stored_in(base: Path, base_format: str) -> None:
+    model = adapted(base, base_format).model()
+    fresh = made("text", model={"base_format": "bf16", "adapter": {"kind": "lora"}}, data=DATA).model()
+    for one in (model, adapters.merged(model, model.inner.config), fresh):
+        tables = {name: buffer.dtype for name, buffer in one.named_buffers() if "inv_freq" in name}
+        assert tables
+        assert set(tables.values()) == {torch.float32}
+
+
+@pytest.mark.parametrize("base_format", [name for name in FORMATS if name != "fp32"])
+def test_the_ledger_counts_the_base_as_it_is_stored(base: Path, base_format: str) -> None:
+    given = [word for word in settings(base, Path("run")) if not word.startswith("run.dir")]
+    ledger = halfstep.estimate("text_lora", settings=[*given, f"model.base_format={base_format}", "precision=bf16"])
+    model = adapted(base, base_format, rank=8).model()
+    stored = sum(p.nbytes for p in model.parameters())
+    # fp32 scales: nf4 has one for each 64 weights, of which two are in a byte; int8 has one for each row.
+    blocks = {"Params4bit": lambda p: p.numel() // 32, "Int8Params": len}
+    scales = sum(4 * blocks[type(p).__name__](p) for p in model.parameters() if type(p).__name__ in blocks)
+    assert ledger.at_peak["weights"] == pytest.approx(stored + scales, rel=0.02)
+
+
 @pytest.mark.parametrize(
     "adapter", [{"targets": ["q_projj"]}, {"targets": ["q_proj", "nope"]}, {"also_train": ["nope"]}, {"targets": []}]
 )
@@ -119,7 +141,7 @@ def test_names_that_match_nothing_are_refused(base: Path, adapter: dict[str, Any
 
 
 def test_without_bitsandbytes_the_extra_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
+    monkeypatch.setattr(halfstep.errors, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
     with pytest.raises(halfstep.errors.MissingExtra, match="text"):
         adapted(base, "int8").model()
 

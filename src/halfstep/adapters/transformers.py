@@ -24,9 +24,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from halfstep.adapters.accelerate import refuse_other_engines
 from halfstep.adapters.hosted_step import Clipping, HostedStep, Options, check_options, order_gradients_by, unwrapped
 from halfstep.errors import StateMismatch, WrongUse
+from halfstep.finding import Finding
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.step.optimizer_slot import owned_by
 from halfstep.step.report import StepReport
+from halfstep.step.stored_formats import TRAINED, some, store_trained_in_fp32
+from halfstep.user_code import warn_user
 
 if TYPE_CHECKING:
     # The mixin stands before the Trainer in a class's bases, and calls it through super().
@@ -93,6 +96,18 @@ class HalfstepMixin(_Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.native_amp = False
         self.accelerator.scaler = None
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the optimizer; before, store what an adapter of peft trains in fp32, and report it by name.
+
+        peft leaves `modules_to_save` in the base's format, and TRL casts adapters of a quantized base to bf16.
+        """
+        widened = store_trained_in_fp32(self.model) if hasattr(self.model, "peft_config") else []
+        if widened:
+            evidence = f"adapters in 16 bits, whose small updates would round away, are now in fp32: {some(widened)}"
+            fix = "nothing; get_peft_model(..., autocast_adapter_dtype=True) widens all but modules_to_save"
+            warn_user(str(Finding(TRAINED, "note", evidence, fix)))
+        return super().create_optimizer(*args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train; resume as the Trainer does, with the Stepper's own state."""

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from halfstep import numbers
 from halfstep.draw.notebook import ShownAsPage
-from halfstep.errors import BadData, in_one_line, missing_extra
-from halfstep.files import refuse_taken, storing
+from halfstep.errors import BadData, in_one_line, require
+from halfstep.files import making_folder, refuse_taken, storing
 from halfstep.json_data import JsonResult
 from halfstep.page import Page, Paragraph, Span
 from halfstep.printable import in_line
@@ -64,10 +60,7 @@ def convert_gguf(file: Path, out: Path) -> ConvertedBase:
     refuse_taken(out, False, do="give --out FOLDER, a new one")
     if not file.is_file() or _start(file) != b"GGUF":
         raise BadData(f"{file} is no GGUF file", allowed="a file that starts with GGUF", do="check the path")
-    for package in ("transformers", "gguf"):
-        if find_spec(package) is None:
-            error = ModuleNotFoundError(f"No module named {package!r}", name=package)
-            raise missing_extra(error) or error
+    require("transformers", "gguf")
     with without_bars():
         return _converted(file, out)
 
@@ -91,15 +84,9 @@ def _converted(file: Path, out: Path) -> ConvertedBase:
     config.__dict__.pop("quantization_config", None)
     plain = type(model)(config)
     plain.load_state_dict(model.state_dict())
-    with storing(f"{out} cannot be written", allowed="a folder of yours with room", do="give --out FOLDER"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        try:
-            plain.save_pretrained(draft)
-            tokenizer.save_pretrained(draft)
-            draft.chmod(0o755)  # mkdtemp's folders are private
-            os.replace(draft, out)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+    failed = storing(f"{out} cannot be written", allowed="a folder of yours with room", do="give --out FOLDER")
+    with failed, making_folder(out) as draft:
+        plain.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
     parameters = sum(p.numel() for p in plain.parameters())
     return ConvertedBase(out, type(plain).__name__, parameters, len(tokenizer))

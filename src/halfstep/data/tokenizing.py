@@ -10,7 +10,6 @@ import codecs
 import json
 import os
 import re
-import shutil
 import sys
 import sysconfig
 import tempfile
@@ -34,7 +33,7 @@ from halfstep.data.token_files import (
 )
 from halfstep.draw.notebook import ShownAsPage
 from halfstep.errors import BadData, FolderTaken, StorageFailed, WrongUse, missing_extra
-from halfstep.files import cache_folder, storing
+from halfstep.files import cache_folder, making_folder, storing
 from halfstep.json_data import JsonResult
 from halfstep.numbers import size
 from halfstep.page import Column, Page, Paragraph, Span, Table
@@ -337,22 +336,17 @@ def write_tokens(
     if asked:
         own = (one for number, one in enumerate(documents) if number not in held)
         opened = train_tokenizer(own, int(asked[1]), end or END)
-    with storing(
-        f"{out} cannot be written",
-        allowed="a folder of yours with room for the tokens",
-        do="give --out FOLDER, in a place of your own",
+    with (
+        storing(
+            f"{out} cannot be written",
+            allowed="a folder of yours with room for the tokens",
+            do="give --out FOLDER, in a place of your own",
+        ),
+        making_folder(out) as draft,
     ):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        try:
-            left_out = _write(documents, held, opened, draft, on_progress)
-            index = read_index(draft)
-            _refuse_empty(index, left_out, out)
-            draft.chmod(0o755)  # mkdtemp's folders are private
-            os.replace(draft, out)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
+        left_out = _write(documents, held, opened, draft, on_progress)
+        index = read_index(draft)
+        _refuse_empty(index, left_out, out)
     name = opened.tokenizer.id_to_token(opened.end)
     return TokensReport(out, index.vocabulary, name, index.dtype, index.train, index.val, tuple(left_out), tuple(notes))
 

@@ -83,7 +83,7 @@ def _is_here(path: str) -> bool:
 
 def _case(name: str, recipe: AnyRecipe, task: Task, without_values: bool = False) -> Case:
     with torch.device("meta") if without_values else nullcontext():
-        model = task.model()
+        model = task.model().train()  # a pretrained base comes in evaluation mode
     freeze(model, recipe.model.freeze)
     return Case(
         name=name,

@@ -13,7 +13,7 @@ from torch import nn
 
 from halfstep.errors import PrecisionNotObserved
 from halfstep.finding import Finding
-from halfstep.formats import FP32, FP64
+from halfstep.formats import BF16, FP16, FP32, FP64
 from halfstep.numbers import share
 from halfstep.observe.flops import WideWork, computed_in, flops, guessed, has_no_narrow_kernel, is_unknown
 from halfstep.observe.lint.functions import OwnFunctions
@@ -96,14 +96,17 @@ def not_observed(asked: str, seen: Observation) -> PrecisionNotObserved:
             allowed="converted layers that are called, not only read by their weight",
             do="precision='bf16', or a policy that names the layers which run",
         )
-    mostly_fp64 = seen.flops.get(FP64.name, 0) > sum(seen.flops.values()) / 2
+    most = max(seen.flops, key=lambda name: seen.flops[name])
+    remedy = "remove what casts or switches autocast off there, declare it with island(), or ask for another precision"
+    if most == FP64.name:
+        remedy = "precision='fp64' for a model in float64, or model.float() and batches in float32"
+    elif seen.expected == FP32.name and most in (BF16.name, FP16.name):
+        remedy = f"precision={most!r} for a base stored in {most}, or model.float()"
     return PrecisionNotObserved(
         f"{asked} was asked for, but matrix products and convolutions ran in {_by_format(seen)}: "
         + ", ".join(list(seen.strays)[:_NAMED]),
         allowed=f"{SHARE_REQUIRED:.0%} of the work outside islands in {seen.expected}",
-        do="precision='fp64' for a model in float64, or model.float() and batches in float32"
-        if mostly_fp64
-        else "remove what casts or switches autocast off there, declare it with island(), or ask for another precision",
+        do=remedy,
     )
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from halfstep import numbers
 from halfstep.draw.notebook import ShownAsPage
 from halfstep.errors import WrongUse
+from halfstep.files import making_folder
 from halfstep.page import Code, Items, Page, Paragraph, Span
 from halfstep.printable import in_line
 from halfstep.runs.export import exported
@@ -52,19 +50,15 @@ def export_folder(
 ) -> FolderExport:
     """Write the folder, complete or not at all. Raise `WrongUse` for a task without such a layout."""
     found = exported(run, weights, ema, own)
-    draft = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     try:
-        lines = found.task.write_folder(found.model, draft, merge)
-        draft.chmod(0o755)  # mkdtemp's folders are private
-        os.replace(draft, place)
+        with making_folder(place) as draft:
+            lines = found.task.write_folder(found.model, draft, merge)
     except LeftOut:
         raise WrongUse(
             f"a folder of transformers for the task {found.task.recipe.task}",
             allowed="the task text",
             do="leave --format out",
         ) from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     files = sorted(path.name for path in place.iterdir())
     size = sum(path.stat().st_size for path in place.iterdir())
     python = _code(place, "adapter_config.json" in files)

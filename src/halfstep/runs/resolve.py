@@ -11,7 +11,6 @@ import os
 import pkgutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from halfstep.errors import (
     HalfstepError,
     WrongUse,
     add_option,
-    missing_extra,
     option,
+    require,
 )
 from halfstep.launch_variables import launched_rank
 from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM
@@ -188,11 +187,7 @@ def refuse_early(resolved: Resolved, *, new: bool, accepted: Collection[str]) ->
     options = task_options(recipe.task)
     if options is None:
         return
-    for name in (*EVERY_RUN, *options.NEEDS):
-        # find_spec looks a package up without importing it.
-        if find_spec(name) is None:
-            error = ModuleNotFoundError(f"No module named {name!r}", name=name)
-            raise missing_extra(error) or error
+    require(*EVERY_RUN, *options.NEEDS)
     options.check(recipe)
     _check_data(recipe.data)
     if begins and recipe.checkpoint.remote is None and recipe.model.weights not in NO_FILE:

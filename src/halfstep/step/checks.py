@@ -13,10 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from halfstep.errors import StateMismatch, TornUpdate, WrongUse
 from halfstep.finding import Finding
-from halfstep.formats import FP64, is_narrow
+from halfstep.formats import FP64
 from halfstep.observe.reachable import global_names, held_by
 from halfstep.precision.precision import Precision
 from halfstep.step.optimizer_slot import owned_by
+from halfstep.step.stored_formats import check_trained, some
 
 
 def check(
@@ -35,7 +36,8 @@ def check(
         owned = owned_by(optimizer)
         _check_belongs(name, owned, names)
         _check_there(owned, names, ranks)
-        _check_wide([p for p in owned if p.requires_grad and not (narrow and p.dtype is torch.bfloat16)], names)
+        trained = [p for p in owned if p.requires_grad and not (narrow and p.dtype is torch.bfloat16)]
+        check_trained(trained, model, names)
         _check_hooks(name, owned, names)
     _check_distinct(optimizers, names)
     return _stale(model, optimizers)
@@ -61,7 +63,7 @@ def check_stored(precision: Precision, model: nn.Module, optimizers: Mapping[str
     narrow = [names.get(id(p), "(not of the model)") for p in owned if p.is_floating_point() and p.dtype.itemsize < 8]
     if narrow:
         raise WrongUse(
-            f"precision={precision.name!r} with trainable weights in fewer than 64 bits: {_some(narrow)}",
+            f"precision={precision.name!r} with trainable weights in fewer than 64 bits: {some(narrow)}",
             allowed="a model in float64, and batches in float64",
             do="model.double() before the optimizer is built, or precision='fp32'",
         )
@@ -195,14 +197,10 @@ def check_initialized(model: nn.Module) -> None:
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise WrongUse(
-            f"{_some(lazy)} of lazy modules, which have no shape before the first batch",
+            f"{some(lazy)} of lazy modules, which have no shape before the first batch",
             allowed="initialized parameters and buffers",
             do="model(batch) once under torch.no_grad(), then build the optimizer and the Stepper",
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _check_closure(name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -277,17 +275,6 @@ def _check_there(trained: list[torch.Tensor], names: Mapping[int, str], ranks: i
             f"{foreign} parameters in the optimizer that are not the model's, on several processes",
             allowed="parameters of the model, whose gradients are synchronised",
             do="make the module that holds them (a loss with weights, say) a part of the model",
-        )
-
-
-def _check_wide(trained: list[torch.Tensor], names: Mapping[int, str]) -> None:
-    narrow = [names.get(id(p), "(not of the model)") for p in trained if is_narrow(p.dtype)]
-    if narrow:
-        raise WrongUse(
-            f"trainable weights stored in 16 bits: {_some(narrow)}",
-            allowed="16-bit storage for frozen weights; small updates to trained ones would round away, unless the "
-            "other 16 bits are kept (weight_format='bf16-split') or rounding is random ('bf16-stochastic')",
-            do="model.float() before building the optimizer, or Stepper(..., weight_format='bf16-split')",
         )
 
 

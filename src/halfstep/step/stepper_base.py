@@ -34,6 +34,7 @@ from halfstep.step.rollback import Rollback
 from halfstep.step.sharded import Sharded, reshard
 from halfstep.step.start_check import StartCheck
 from halfstep.step.step_inputs import Holdings, StepInputs
+from halfstep.step.stored_formats import find_mistakes
 from halfstep.step.sync import Alone, Synchroniser
 from halfstep.step.window import CallOrder
 from halfstep.user_code import warn_user
@@ -248,6 +249,7 @@ class StepperBase:
         """Set the precision, and observe what really runs until every optimizer had a step."""
         checks.check_stored(choice.precision, self.model, self.optimizers)
         self.choice, self.precision = choice, choice.precision
+        self._emit(find_mistakes(self.model, self.precision))
         self.findings += [finding for finding in choice.findings if finding not in self.findings]
         self.precision.prepare(self.model, self.device)
         self._autocast, self._scope = self.precision.autocast(self.device), self.precision.scope(self.device)

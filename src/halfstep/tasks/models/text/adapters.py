@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.data.file_state import block_starts, content_digest
-from halfstep.errors import BadData, BadRecipe, WrongUse, missing_extra
+from halfstep.errors import BadData, BadRecipe, WrongUse, require
 from halfstep.formats import BF16, FP32, format_of, is_narrow
 from halfstep.numbers import size
 from halfstep.precision.precision import Precision, precision_named
+from halfstep.step.stored_formats import store_trained_in_fp32
 from halfstep.tasks.models.text import building
 from halfstep.tasks.models.text.model import LanguageModel
 from halfstep.tasks.options.text import NO_BASE, QUANTIZED
@@ -38,14 +38,11 @@ def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageMod
 
     `config` is that of a new base with random weights, where the recipe names none.
     """
-    for package in ("peft", *(("bitsandbytes",) if options.base_format in QUANTIZED else ())):
-        if find_spec(package) is None:
-            error = ModuleNotFoundError(f"No module named {package!r}", name=package)
-            raise missing_extra(error) or error
+    require("peft", *(("bitsandbytes",) if options.base_format in QUANTIZED else ()))
     from peft import LoraConfig, get_peft_model
 
     if options.base == NO_BASE:
-        language = building.new_model(config).to(_stored(options.base_format))
+        language = building.new_model(config, _stored(options.base_format))
     else:
         language = building.load_base(options.base, options.download, **_how(options.base_format, device))
     language.config.use_cache = False
@@ -100,12 +97,8 @@ def _layer_names(language: nn.Module) -> list[str]:
 
 def _refuse_unmatched(language: nn.Module, adapter: Any) -> None:
     """Raise `BadRecipe` for a name that no layer has: peft is content with one that matches."""
-    paths = [name.removesuffix(".lora_A") for name, _ in language.named_modules() if name.endswith(".lora_A")]
-    paths += [
-        name.removesuffix(".modules_to_save")
-        for name, _ in language.named_modules()
-        if name.endswith(".modules_to_save")
-    ]
+    parts = (name.rpartition(".") for name, _ in language.named_modules())
+    paths = [path for path, _, part in parts if part in ("lora_A", "modules_to_save")]
     for setting, names in (("targets", adapter.targets), ("also_train", adapter.also_train)):
         lost = [name for name in names if not any(path.endswith(name) for path in paths)]
         if lost:
@@ -114,17 +107,6 @@ def _refuse_unmatched(language: nn.Module, adapter: Any) -> None:
                 allowed=f"names of its layers: {', '.join(_layer_names(language))}",
                 do=f"leave {lost[0]} out, or correct it",
             )
-
-
-def store_trained_in_fp32(model: nn.Module) -> list[str]:
-    """Store every trained parameter in fp32, and return the names of those that were not.
-
-    peft leaves layers that are trained whole in the format of the base.
-    """
-    narrow = [(name, p) for name, p in model.named_parameters() if p.requires_grad and is_narrow(p.dtype)]
-    for _, parameter in narrow:
-        parameter.data = parameter.data.float()
-    return [name for name, _ in narrow]
 
 
 def computing(model: nn.Module) -> AbstractContextManager[object]:
@@ -254,7 +236,10 @@ def merged(model: LanguageModel, config: Any) -> LanguageModel:
         path, _, leaf = name.rpartition(".")
         parameter.copy_(_whole(inner.get_submodule(path), leaf))
     narrow = any(is_narrow(p.dtype) or not p.is_floating_point() for p in model.parameters() if not p.requires_grad)
-    return LanguageModel(plain.to(BF16.dtype) if narrow else plain)
+    for parameter in plain.parameters() if narrow else ():
+        # Not by plain.to(): the frequencies of rotary positions stay in fp32.
+        parameter.data = parameter.data.to(BF16.dtype)
+    return LanguageModel(plain)
 
 
 def _whole(module: Any, leaf: str) -> Tensor:

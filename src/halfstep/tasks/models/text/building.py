@@ -51,9 +51,9 @@ def new_config(options: Any, vocabulary: int, length: int, end: int) -> Any:
 _NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 
-def new_model(config: Any) -> Any:
-    """Return a model of this config with random weights in fp32."""
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+def new_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model of this config with random weights."""
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def config_from(saved: Mapping[str, Any]) -> Any:
