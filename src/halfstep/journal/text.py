@@ -155,7 +155,7 @@ def remarks(start: Event) -> list[LineItem]:
 def steps_of_epoch(latest: Latest) -> int:
     """Return the steps of the present epoch, at whose end or before which the run ends."""
     start, step = latest.start, latest.step
-    before = step["attempt"] - step["step_in_epoch"]
+    before = int(step["attempt"] - step["step_in_epoch"])
     return min(int(start["steps_per_epoch"]), int(start["steps"]) - before)
 
 
