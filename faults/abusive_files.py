@@ -181,6 +181,9 @@ def _to_secret(path: Path) -> None:
     path.symlink_to(secret)
 
 
+WRONG_TYPES: dict[str, Craft] = {
+    f"{name} is {value!r}": _wrong_type(name, value) for name in COMPONENTS for value in (5, "text", [[1]], {"a": {}})
+}
 CRAFTED: dict[str, Craft] = {
     "header of 2^63": lambda generation: _write(generation, b"{}", length=2**63),
     "header of 99 MB": _large_header,
@@ -210,9 +213,5 @@ CRAFTED: dict[str, Craft] = {
     "a link": partial(_instead, _to_secret),
     "a device": partial(_instead, lambda path: path.symlink_to("/dev/zero")),
     "a folder elsewhere": _linked_folder,
-    **{
-        f"{name} is {value!r}": _wrong_type(name, value)
-        for name in COMPONENTS
-        for value in (5, "text", [[1]], {"a": {}})
-    },
+    **WRONG_TYPES,
 }

@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from halfstep.data.dataset import Order, Sample, Samples
 from halfstep.data.loader import TrainLoader
 from halfstep.train.signals import Stopping
+from tests.support.forked_python import ForkedPython
 
 SIZE = 30
 LONG = 60.0
@@ -117,17 +118,19 @@ def begins_in_a_storm() -> None:
 
 
 @contextmanager
-def program(name: str, method: str = "fork") -> Iterator[Any]:
+def program(name: str, method: str = "fork", start: Any = ForkedPython) -> Iterator[Any]:
+    """This file as a program, by default forked from a process that has torch loaded."""
     words = [sys.executable, __file__, name, method]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = start(words, **pipes, env=environment, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for stream in filter(None, (process.stdin, process.stdout, process.stderr)):
+            stream.close()
 
 
 def line(process: Any) -> dict[str, Any]:
@@ -176,7 +179,7 @@ def read_all_of_them(process: Any) -> str | None:
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.full)])
 @pytest.mark.slow
 def test_a_worker_passes_the_wish_to_end_on_and_reads_on(method: str) -> None:
-    with program("reads_all", method) as process:
+    with program("reads_all", method, ForkedPython if method == "fork" else subprocess.Popen) as process:
         workers = line(process)["workers"]
         assert len(set(workers)) == 2
         for worker in workers:
@@ -207,7 +210,7 @@ def test_an_iteration_that_is_left_ends_busy_workers_and_not_the_run() -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_no_worker_outlives_a_killed_trainer(method: str) -> None:
-    with program("waits", method) as process:
+    with program("waits", method, subprocess.Popen) as process:
         workers = line(process)["workers"]
         assert all(map(alive, workers))
         process.kill()
@@ -215,7 +218,7 @@ def test_no_worker_outlives_a_killed_trainer(method: str) -> None:
 
 
 def test_a_program_that_leaves_its_iteration_half_done_has_its_own_exit_code() -> None:
-    with program("leaves") as process:
+    with program("leaves", start=subprocess.Popen) as process:
         workers = line(process)["workers"]
         assert ended(process) == (3, "")
         assert gone_within(2, workers)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from halfstep.doctor import store_check
 from tests.store.conftest import InStore
 from tests.support.commands import Command
 from tests.support.store_proxy import Planned
@@ -48,10 +49,13 @@ def test_a_store_that_refuses(in_store: InStore) -> None:
     assert (code, json.loads(out)["kind"]) == (74, "denied")
 
 
-@pytest.mark.slow
+def with_little_patience() -> None:
+    store_check.check_store.__defaults__ = (2.0,)
+
+
 def test_a_store_that_is_not_there(in_store: InStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    code, out, _ = doctor(in_store.address)
+    code, out, _ = Command("doctor", in_store.address, before=with_little_patience).ended()
     assert code == 74
     assert "cannot be reached" in out
 

@@ -124,7 +124,7 @@ CASES = [
     for place, trouble in enumerate(TROUBLES)
 ]
 assert len(CASES) == 30
-ON_RANKS = [Case("bf16", 1, "loss", 1), Case("fp32", 2, "gradient", 0)]
+ON_RANKS = [Case("bf16", 1, "loss", 1), pytest.param(Case("fp32", 2, "gradient", 0), marks=pytest.mark.full)]
 """The cases that two ranks go through."""
 
 

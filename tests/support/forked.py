@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import torch._dynamo
@@ -11,6 +12,12 @@ import torch.distributed.tensor
 import faults.child
 import halfstep.cli.main
 import tests.support.forked_python
+
+with contextlib.suppress(ImportError):
+    import timm  # noqa: F401
+
+    import halfstep.tasks.classification
+    import halfstep.tasks.segmentation
 
 LOADED = (torch, faults.child, halfstep.cli.main, tests.support.forked_python)
 
