@@ -141,7 +141,8 @@ def _watch() -> list[Path]:
 
     def on_event(event: str, given: tuple[Any, ...]) -> None:
         path, flags = (given[0], given[2]) if event == "open" else (None, 0)
-        if isinstance(path, str) and not path.startswith((sys.prefix, sys.base_prefix)) and not path.endswith((".py", ".pyc")):
+        imported = isinstance(path, str) and path.endswith((".py", ".pyc"))
+        if isinstance(path, str) and not imported and not path.startswith((sys.prefix, sys.base_prefix)):
             # One that is not to be a link, and is one, is not opened at all.
             asked = Path(path)
             opened.append(asked.parent.resolve() / asked.name if flags & os.O_NOFOLLOW else asked.resolve())

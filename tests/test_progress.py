@@ -37,7 +37,9 @@ def test_a_short_job_leaves_no_line(seconds: list[float], capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("done", "of", "line"), [(0, 10, ""), (7, 0, "planning: 7 s\n"), (11, 10, "about 0 min left")])
+@pytest.mark.parametrize(
+    ("done", "of", "line"), [(0, 10, ""), (7, 0, "planning: 7 s\n"), (11, 10, "less than a minute left")]
+)
 def test_what_is_not_known_is_not_said(
     done: int, of: int, line: str, seconds: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,7 +78,8 @@ def _lines(console: Console, what: str, unit: str) -> OnProgress:
             return
         last = now
         minutes = (now - began) / done * max(of - done, 0) / 60.0
-        left = f" of {of:,} {unit}, about {minutes:.0f} min left" if of else f" {unit}"
+        about = f"about {minutes:.0f} min left" if minutes >= 0.5 else "less than a minute left"
+        left = f" of {of:,} {unit}, {about}" if of else f" {unit}"
         console.print(f"{what}: {done:,}{left}", soft_wrap=True)
 
     return tell

@@ -163,7 +163,7 @@ def plan_blocks(plan: Plan) -> Iterator[Block]:
     yield from charts_of(speed_chart(plan))
     cut = _cut(plan.ladder)
     if cut:
-        yield Heading("Passed over")
+        yield Heading("Not chosen")
         yield Pairs(tuple(("; ".join(names), reason) for reason, names in cut.items()))
     yield Heading("Under")
     yield _conditions(plan)
