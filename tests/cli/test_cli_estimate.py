@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_told_with_what_is_missing_and_the_size_that_would(
     assert all(row["batch"] == 0 and row["missing"] > 0 for row in page["largest"])
     assert all(lever["fits"] is False for row in page["largest"] for lever in row["levers"])
     assert report["verdict"]["lines"][0].startswith("does not fit: peak 1")
-    assert "however it is run" in report["verdict"]["lines"][0]
+    assert "in every setting tried" in report["verdict"]["lines"][0]
     assert report["verdict"]["take"] is None
     size = report["next"].split("--device ")[1]
     assert report_of(f"{own}:large", "--device", size, "--recompute", "off", "--batch", 1)["verdict"]["take"]

@@ -68,7 +68,7 @@ def test_evaluate_measures_what_training_measured(trained: tuple[str, Path]) -> 
     lower = json.loads(halfstep("evaluate", folder, "--json", "--bf16").stdout)
     assert lower["precision"] == "bf16"
     assert lower["metrics"]["loss"] == pytest.approx(told["loss"], rel=0.05)
-    assert "the metric that decides" in halfstep("evaluate", folder, "--weights", "last").stdout
+    assert "selects the best checkpoint" in halfstep("evaluate", folder, "--weights", "last").stdout
 
 
 def test_predict_writes_masks_or_a_table(trained: tuple[str, Path], images: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check your data folder before training on it, make tokens of text, or get a real data set.
+    """Check your data folder before training on it, tokenize text, or download a data set.
 
     check FOLDER reads every file and reports on one page the mistakes, how masks are read and how the classes are
     balanced; exit code 65 if a run would fail or its figures would be wrong. get NAME downloads a set; list shows the

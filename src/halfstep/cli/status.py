@@ -23,8 +23,8 @@ def run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say whether a run is alive: exit code 0 if all ranks move or the run finished, 76 if one is silent, else the
-    run's own.
+    """Say whether a run is alive: exit code 0 if every rank makes progress or the run has finished, 76 if a rank has
+    stalled, else the run's own.
 
     Ranks write a heartbeat every 5 seconds, less often if they are more than 250. Ranks of other hosts are watched
     until they write one, so that no two clocks are compared. Loads no torch.

@@ -33,7 +33,7 @@ def run(
         str,
         typer.Argument(metavar="RECIPE", help="A name from `halfstep recipes`, or a path.", autocompletion=recipes),
     ],
-    new: Annotated[bool, flag("--new", "Number another folder where the run's own is taken.")] = False,
+    new: Annotated[bool, flag("--new", "Start a new run in a numbered folder if the run's folder exists.")] = False,
     task: Annotated[Path | None, typer.Option(help="A Python file with a task of your own.", metavar="FILE")] = None,
     accept_data_change: Annotated[
         bool, flag("--accept-data-change", "Go on with an unfinished run though its data has changed.")

@@ -94,7 +94,7 @@ class DeviceReport(JsonResult, ShownAsPage):
 def _how_measured(found: Measurements) -> str:
     if not any(found.speedups.values()):
         return "nothing to measure"
-    source = "kept, see --fresh" if found.cached else f"measured in {found.seconds:.1f} s"
+    source = "cached; --fresh measures again" if found.cached else f"measured in {found.seconds:.1f} s"
     how = f", {found.how}" if found.how else ""
     return f"times strict fp32, with backward{how}; {source}"
 

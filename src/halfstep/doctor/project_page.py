@@ -124,7 +124,7 @@ def _verdict(report: ProjectReport) -> tuple[Block, ...]:
 def _precision(status: ProjectStatus) -> str:
     if not status.aligned:
         return status.amp
-    silent = "what decides is known only in the run" if status.unresolved else "nothing speaks of it"
+    silent = "what decides is known only in the run" if status.unresolved else "not set anywhere"
     known = {None: silent, "auto": "the device decides", SEVERAL: status.amp}
     return known.get(status.precision, f"everything asks for {status.precision}")
 

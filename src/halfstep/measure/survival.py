@@ -383,7 +383,7 @@ class _Judged:
             notes.append(f"CUDA's autocast computes {operation} in fp32: there it would not overflow")
         if rounding.not_emulated:
             notes.append(f"ran as they are: {', '.join(sorted(rounding.not_emulated))}")
-        return (*notes, "one step on one batch: weights and gradients of later steps may lie elsewhere")
+        return (*notes, "one step on one batch: weights and gradients of later steps may have another range")
 
 
 def _compared(wanted: Gradients, found: Gradients) -> tuple[float | None, float | None, tuple[LostGradient, ...]]:

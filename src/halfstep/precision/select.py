@@ -228,7 +228,9 @@ def _try(name: str, asked: str, device: Device, fallback: bool) -> Considered:
     can = ability(device, precision_named(name).needs)
     # A recipe in bf16 is for many devices and takes what each has; fp16 on a CPU is asked for to study fp16.
     emulated = name == asked and can.emulated and (not fallback or (name == "fp16" and device.kind == "cpu"))
-    return Considered(name, can.native or emulated, f"asked for by name: {can.reason}" if emulated else can.reason)
+    return Considered(
+        name, can.native or emulated, f"requested by name; slow here: {can.reason}" if emulated else can.reason
+    )
 
 
 def _findings(asked: str, rungs: list[Considered], device: Device) -> tuple[Finding, ...]:

@@ -97,7 +97,7 @@ class DataOptions(Section):
     """The data settings of every task; a task adds its own fields."""
 
     split: Literal["exact", "by_place"] | None = None
-    """How a share in `val` is taken: `exact` below 1,000 samples; `by_place`, as earlier runs do, by a hash alone."""
+    """How a share in `val` is drawn: `by_place` takes samples by a hash of their place, `exact` has the exact share below 1,000 samples."""
     window: PositiveInt | Literal["auto", "all"] | None = None
     """shards: how many chunks of neighboring samples are mixed at a time, for slow disks; `all` mixes single samples of
     the whole set, and `auto` what fits a quarter of the memory. Default: all."""
@@ -130,7 +130,7 @@ class OptimizerOptions(Section):
     ] = "adamw"  # fmt: skip
     """The optimizer, torch's own of this name. muon takes the matrices of hidden layers, and adamw the rest."""
     lr: Annotated[PositiveFloat, Also("learning_rate")] = 1e-3
-    """The learning rate, at its highest where a schedule moves it."""
+    """The learning rate; its peak where a schedule changes it."""
     weight_decay: NonNegativeFloat = 0.01
     """Decay of weights towards zero; biases and normalisation layers are left out. rprop has none."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -227,7 +227,7 @@ class TrainOptions(Section):
     channels_last: bool = True
     """Lay images out with channels last, as fast convolutions in 16 bits want them."""
     compile: Annotated[bool, Also("compile_model", "use_optimizations", "torch_compile", "torchcompile")] = False
-    """Compile the model with torch.compile; one in shards block by block."""
+    """Compile the model with torch.compile; a sharded model is compiled block by block."""
     checkpoint_activations: Annotated[
         bool, Also("gradient_checkpointing", "grad_checkpointing", "activation_checkpointing")
     ] = False
@@ -309,7 +309,7 @@ class GuardOptions(Section):
     probation: PositiveInt = 1000
     """repair: applied steps without trouble after which a remedy is lifted again."""
     spikes: Literal["off", "warn", "refuse"] = "warn"
-    """A finite loss far above the usual: say so and learn it where it stays (warn), or refuse the update (refuse)."""
+    """A finite loss far above the usual level: warn, and accept the level if it stays (warn), or skip the update (refuse)."""
 
 
 MetricsFile = Annotated[
@@ -333,7 +333,7 @@ class RunOptions(Section):
     pictures_kept: PositiveInt = 100
     """Pictures that stay in the run's folder, the newest."""
     prometheus: bool | MetricsFile = False
-    """Write metrics.prom in the run's folder, or a .prom file: at a path in that folder, or typed, at any path."""
+    """Write metrics.prom in the run's folder, or another .prom file: inside that folder if a recipe names it, anywhere if typed."""
 
 
 ModelT = TypeVar("ModelT", bound=ModelOptions)

@@ -106,7 +106,7 @@ def _metrics(report: Evaluation) -> tuple[Block, ...]:
     # Metrics of single classes are in their own table.
     classes = report.figures.classes if report.figures else []
     own = {f"{kind}_{row.name}" for row in classes for kind in ("iou", "dice")}
-    deciding = Span("  the metric that decides", "dim")
+    deciding = Span("  selects the best checkpoint", "dim")
     rows = tuple(
         (in_line(name), (figure_text(value), deciding) if name == report.metric else figure_text(value))
         for name, value in report.metrics.items()
@@ -139,7 +139,7 @@ def _confusion(report: ClassFigures) -> tuple[Block, ...]:
     names = report.confusion.names
     if len(names) > MOST_COLUMNS:
         return _mistakes(report)
-    columns = (Column("truth, taken for:"), *(Column(_short(name)[:10], "right", "never") for name in names))
+    columns = (Column("true class, predicted:"), *(Column(_short(name)[:10], "right", "never") for name in names))
     rows = []
     for name, row in zip(names, report.confusion.counts.tolist(), strict=True):
         total = sum(row)

@@ -255,7 +255,7 @@ def _refuse_name(file: Path, format: str) -> None:
         other = next((kind for kind, end in SUFFIXES.items() if end == file.suffix), None)
         raise WrongUse(
             option_with("out", file) + (f" with {option_with('format', format)}" if other else ""),
-            allowed=f"a name that ends in {suffix} for {format}",
+            allowed=f"for the format {format}, a file name that ends in {suffix}",
             do=option_with("format", other) if other else option_with("out", file.with_name(file.name + suffix)),
         )
 

@@ -49,6 +49,7 @@ _WORDS = {
 _DO = {
     DENIED: "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or attach a role with Get, Put, Delete and List",
     MISSING: "check the bucket and the prefix",
+    UNREACHABLE: "check the name of the bucket, the network and AWS_ENDPOINT_URL, and try again",
     NO_RANGES: "use a store that answers ranges; halfstep doctor ADDRESS checks it",
 }
 

@@ -146,7 +146,7 @@ def _farther(page: DeviceEstimate, column: EstimateColumn) -> str:
     fitting = [lever for lever in row.levers if lever.fits]
     short = f"; even {row.smallest} is {size(row.missing)} too much"
     if not fitting:
-        return f"{short}, however it is run"
+        return f"{short} in every setting tried"
     return f"{short}, but {fitting[0].precision}{' with recomputing' if fitting[0].recompute else ''} fits"
 
 

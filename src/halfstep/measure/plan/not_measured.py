@@ -10,6 +10,6 @@ class NotMeasured(str, Enum):
 
     NO_TIME = "not measured: no time was left"
     INTERRUPTED = "not measured: interrupted"
-    NOT_COMPILED = "not measured: a faster one did not compile"
+    NOT_COMPILED = "not measured: compiling a faster setting failed or took too long"
 
     __str__ = str.__str__

@@ -218,7 +218,7 @@ def _formats(plan: Plan) -> str:
 def _why(plan: Plan) -> Iterator[tuple[str, str]]:
     for part, reason in plan.reasons.items():
         yield part, f"stay in fp32: {reason}" if part == "precision" and plan.stay else reason
-    proof = "; a smoke test: `halfstep bench` proves it" if plan.choice.setting != plan.baseline else ""
+    proof = "; this is a smoke test: `halfstep bench` compares properly" if plan.choice.setting != plan.baseline else ""
     yield "parity", f"{plan.parity.verdict}: {plan.parity.why}{proof}"
     if plan.runner_up:
         yield "runner-up", f"{plan.runner_up.name}: {plan.why_not}"
