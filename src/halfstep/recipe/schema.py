@@ -97,7 +97,7 @@ class DataOptions(Section):
     """The data settings of every task; a task adds its own fields."""
 
     split: Literal["exact", "by_place"] | None = None
-    """How a share in `val` is drawn: by a hash of each sample's place (`by_place`), below 1,000 samples exactly (`exact`)."""
+    """How a share in `val` is drawn: by a hash of each place (`by_place`), below 1,000 samples exactly (`exact`)."""
     window: PositiveInt | Literal["auto", "all"] | None = None
     """shards: how many chunks of neighboring samples are mixed at a time, for slow disks; `all` mixes single samples of
     the whole set, and `auto` what fits a quarter of the memory. Default: all."""
@@ -309,7 +309,7 @@ class GuardOptions(Section):
     probation: PositiveInt = 1000
     """repair: applied steps without trouble after which a remedy is lifted again."""
     spikes: Literal["off", "warn", "refuse"] = "warn"
-    """A finite loss far above the usual: report it, and accept a level that stays (warn), or skip the update (refuse)."""
+    """A finite loss far above the usual: report it and accept a level that stays (warn), or skip the step (refuse)."""
 
 
 MetricsFile = Annotated[
@@ -333,7 +333,7 @@ class RunOptions(Section):
     pictures_kept: PositiveInt = 100
     """Pictures that stay in the run's folder, the newest."""
     prometheus: bool | MetricsFile = False
-    """Write metrics.prom in the run's folder, or a .prom file: inside that folder if a recipe names it, else anywhere."""
+    """Write metrics.prom in the run's folder, or a .prom file: inside that folder if in a recipe, else anywhere."""
 
 
 ModelT = TypeVar("ModelT", bound=ModelOptions)
