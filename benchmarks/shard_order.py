@@ -139,9 +139,9 @@ class Log:
 
     def watch(self) -> Callable[[], None]:
         """Note every read and announcement from now on; return what ends it."""
-        from halfstep.data import shard_bytes
+        from halfstep.data import shard_bytes, shards
 
-        read, announce = shard_bytes._read_parts, shard_bytes.announce_parts
+        read, announce = shard_bytes.parts_in, shards.announce_parts
 
         def noted_read(handle: int, parts: list[tuple[int, int]]) -> list[bytes]:
             path = os.readlink(f"/proc/self/fd/{handle}")
@@ -153,10 +153,10 @@ class Log:
             self.announced |= {(str(path), start, size) for start, size in parts}
             announce(path, parts)
 
-        shard_bytes._read_parts, shard_bytes.announce_parts = noted_read, noted
+        shard_bytes.parts_in, shards.announce_parts = noted_read, noted
 
         def end() -> None:
-            shard_bytes._read_parts, shard_bytes.announce_parts = read, announce
+            shard_bytes.parts_in, shards.announce_parts = read, announce
 
         return end
 
@@ -193,7 +193,7 @@ def reads(place: Path, pairs: int) -> Figures:
                     samples = Samples(Contents(source), dict, 0)
                     loader = TrainLoader(samples, saved.of(len(source), 0, 64), batch_size=64 // nodes, workers=workers,
                                          collate=default_collate, device="cpu", rank=rank, size=nodes)  # fmt: skip
-                    loader.announce = Announcer(lambda chunk: source.parts_of(range(*chunk)))
+                    loader.announce = Announcer(lambda chunks: source.announce(chunks, int))
                     log = Log(place / "log")
                     end = log.watch()
                     used = sum(int(batch.tensors["size"].sum()) for [batch] in loader.windows(1))

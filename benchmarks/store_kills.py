@@ -59,7 +59,7 @@ WHOLE = 600.0
 
 @dataclass
 class Kills:
-    """The kills of one kind, and what was found after them."""
+    """The kills of one kind, and what was found after them; a process that had ended before its kill does not count."""
 
     what: str
     kills: int = 0
@@ -68,25 +68,32 @@ class Kills:
     audits: int = 0
     whole: int = 0
     torn: int = 0
-    bitwise_equal: bool = False
+    finished: int = 0
+    """Runs that ended; each following kill has another run, in another place."""
+    bitwise_equal: int = 0
     seconds: float = 0.0
 
 
 class Story:
-    """One run that is killed again and again."""
+    """Runs that are killed again and again, one after the other."""
 
-    def __init__(self, folder: Path, address: str, what: str, draw: random.Random) -> None:
-        self.folder, self.address, self.draw, self.found = folder, address, draw, Kills(what)
-        self.process = StoreProcess()
+    def __init__(self, folder: Path, address: str, what: str, draw: random.Random, alone: Path) -> None:
+        self.folder, self._address, self.draw, self.found = folder, address, draw, Kills(what)
+        self.alone, self.process = alone, StoreProcess()
+
+    @property
+    def address(self) -> str:
+        return f"{self._address}/{self.found.finished}"
+
+    @property
+    def run(self) -> Path:
+        return self.folder / f"run-{self.found.finished}"
 
     def launch(self) -> Command:
         self.found.launches += 1
         remote = [f"checkpoint.remote={self.address}", "checkpoint.remote_wait=30", "store.patience=60"]
-        return Command("train", self.folder / "slow.yaml", "--task", self.folder / "slow.py", *remote, *self.place)
-
-    @property
-    def place(self) -> list[str]:
-        return [f"run.dir={self.folder / 'run'}"]
+        words = ["train", self.folder / "slow.yaml", "--task", self.folder / "slow.py", f"run.dir={self.run}"]
+        return Command(*words, *remote)
 
     def audit(self) -> None:
         found = self.process.call("tests.store.calls:audit", {"address": self.address, "patience": 120.0})
@@ -94,13 +101,22 @@ class Story:
         self.found.whole += len(found["whole"])
         self.found.torn += len(found["torn"])
 
-    def finish(self, alone: Path) -> Kills:
-        while (self.launch().ended(WHOLE))[0] != 0:
-            self.audit()
+    def empty(self) -> None:
+        shutil.rmtree(self.run)
+        self.found.emptied += 1
+
+    def compare(self) -> None:
+        """Compare a run that has ended with the one that was left alone; what follows is another run."""
         self.audit()
         names = ("last.safetensors", "best.safetensors")
-        pairs = [(load_file(alone / name), load_file(self.folder / "run" / name)) for name in names]
-        self.found.bitwise_equal = all(torch.equal(one[key], other[key]) for one, other in pairs for key in one)
+        pairs = [(load_file(self.alone / name), load_file(self.run / name)) for name in names]
+        self.found.bitwise_equal += all(torch.equal(one[key], other[key]) for one, other in pairs for key in one)
+        self.found.finished += 1
+
+    def finish(self) -> Kills:
+        while self.launch().ended(WHOLE)[0] != 0:
+            self.audit()
+        self.compare()
         self.process.close()
         return self.found
 
@@ -108,29 +124,37 @@ class Story:
 def uploader_of(trainer: int) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(trainer).children():
-            if any("halfstep.store.process" in word for word in child.cmdline()):
+            is_it = any("halfstep.store.process" in word for word in child.cmdline())
+            if is_it and child.status() != psutil.STATUS_ZOMBIE:
                 return child
     return None
 
 
 def kill(story: Story, longest: float) -> None:
-    """Launch, wait for a random moment, kill, audit."""
+    """Launch, wait for a random moment, kill what is there, audit."""
     what, command = story.found.what, story.launch()
+    until = time.monotonic() + WHOLE
+    while what != "trainer" and uploader_of(command.pid) is None and command.code is None and time.monotonic() < until:
+        time.sleep(0.05)
     time.sleep(story.draw.uniform(0.5, longest))
+    helper = uploader_of(command.pid)
+    if command.code is not None or (what != "trainer" and helper is None):
+        code, out, err = command.ended(WHOLE)
+        assert code == 0, out + err
+        story.compare()
+        return
     if what in ("uploader", "both"):
-        helper = uploader_of(command.pid)
-        if helper is not None:
-            helper.kill()
+        assert helper is not None
+        helper.kill()
     if what in ("trainer", "both"):
         command.send_signal(signal.SIGKILL)
         command.ended(WHOLE)
-        if story.found.kills % 2:
-            shutil.rmtree(story.folder / "run")
-            story.found.emptied += 1
+        if story.found.kills % 2 and story.run.exists():
+            story.empty()
     story.found.kills += 1
     story.audit()
     if what == "uploader":
-        # The run goes on and starts another uploader; it is stopped later, for the next kill to find it training.
+        # The run continues and starts another uploader; it is stopped later, for the next kill to find it training.
         time.sleep(story.draw.uniform(1.0, 4.0))
         command.send_signal(signal.SIGKILL)
         command.ended(WHOLE)
@@ -177,11 +201,12 @@ def main() -> None:
         longest = time.monotonic() - began
         with moto() as port, setting(port):
             for what in ("trainer", "uploader", "both"):
-                story = Story(prepared(root / what), f"s3://{BUCKET}/{root.name}/{what}", what, draw)
+                place = f"s3://{BUCKET}/{root.name}/{what}"
+                story = Story(prepared(root / what), place, what, draw, alone / "run")
                 began = time.monotonic()
-                for _ in range(getattr(given, what)):
+                while story.found.kills < getattr(given, what):
                     kill(story, longest)
-                rows.append(story.finish(alone / "run"))
+                rows.append(story.finish())
                 rows[-1].seconds = round(time.monotonic() - began, 1)
                 print(rows[-1], flush=True)
         if given.server and S3RVER.exists():
@@ -189,18 +214,18 @@ def main() -> None:
     finally:
         shutil.rmtree(root)
     torn, kills = sum(row.torn for row in rows), sum(row.kills for row in rows)
-    equal = sum(row.bitwise_equal for row in rows)
+    equal, ended = sum(row.bitwise_equal for row in rows), sum(row.finished for row in rows)
     print(
         f"{kills} kills: {sum(row.audits for row in rows)} audits, "
         f"{sum(row.whole for row in rows)} whole and {torn} torn"
     )
-    print(f"{equal} of {len(rows)} finished runs are bitwise equal to the one that was left alone")
+    print(f"{equal} of {ended} finished runs are bitwise equal to the one that was left alone")
     if given.record:
         write_json(
             RECORD,
             {"command": f"python -m benchmarks.store_kills --seed {given.seed}", "rows": [asdict(row) for row in rows]},
         )
-    sys.exit(torn > 0 or equal < len(rows))
+    sys.exit(torn > 0 or equal < ended)
 
 
 def kill_server(root: Path, times: int, longest: float, draw: random.Random, alone: Path) -> Kills:
@@ -208,37 +233,36 @@ def kill_server(root: Path, times: int, longest: float, draw: random.Random, alo
     port, data, began = free_port(), root / "objects", time.monotonic()
     data.mkdir()
     with setting(port):
-        with s3rver(data, port):
-            story = Story(prepared(root / "server"), f"s3://{BUCKET}/server", "server", draw)
-            command = story.launch()
-            time.sleep(draw.uniform(1.0, longest / 2))
-        story.found.kills += 1
-        for count in range(1, times + 1):
-            time.sleep(draw.uniform(0.5, 3.0))
+        story = Story(prepared(root / "server"), f"s3://{BUCKET}/server", "server", draw, alone)
+        command: Command | None = None
+        while story.found.kills < times:
             with s3rver(data, port):
-                story.audit()
-                if command.code is not None:
-                    command.ended(WHOLE)
-                    command = story.launch()
-                if count == times:
-                    command.ended(WHOLE)
-                    found = (
-                        story.finish(alone)
-                        if not (story.folder / "run" / "result.json").exists()
-                        else finished(story, alone)
-                    )
-                    found.seconds = round(time.monotonic() - began, 1)
-                    return found
+                if story.found.kills:
+                    story.audit()
+                command = command or story.launch()
                 time.sleep(draw.uniform(0.5, longest / 2))
+                if command.code is not None:
+                    ended(story, command)
+                    command = None
+                    continue
             story.found.kills += 1
-    raise AssertionError("no kills were asked for")
+            time.sleep(draw.uniform(0.5, 3.0))
+        with s3rver(data, port):
+            story.audit()
+            if command is not None:
+                ended(story, command)
+            found = story.finish()
+    found.seconds = round(time.monotonic() - began, 1)
+    return found
 
 
-def finished(story: Story, alone: Path) -> Kills:
-    """The findings of a run that has finished; an empty disk repeats its end from the store."""
-    shutil.rmtree(story.folder / "run")
-    story.found.emptied += 1
-    return story.finish(alone)
+def ended(story: Story, command: Command) -> None:
+    """Compare a run that has ended, after an empty disk has repeated its end from the store."""
+    if command.ended(WHOLE)[0] == 0:
+        story.empty()
+        while story.launch().ended(WHOLE)[0] != 0:
+            story.audit()
+        story.compare()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from halfstep.data.shard_index import build
+from halfstep.data.store_set import find_shards
 from halfstep.store.address import parse_address
 from halfstep.store.objects import Store
 from halfstep.train.remote_generations import Damaged, committed, read_commit, read_owner
@@ -131,3 +135,16 @@ def _digest(store: Store, key: str, size: int) -> str:
     for part in store.ranges(key, facts):
         digest.update(part)
     return digest.hexdigest()
+
+
+def put_path(request: Mapping[str, Any]) -> None:
+    with open(request["path"], "rb") as file:
+        _store(request).put(request["key"], file)
+
+
+def index_set(request: Mapping[str, Any]) -> None:
+    """Write the index of shards as `halfstep data index` does."""
+    shards = find_shards(parse_address(request["address"], "SRC"), request.get("patience", 30.0))
+    with tempfile.NamedTemporaryFile() as file:
+        build(shards, Path(file.name), lambda done, of: None)
+        shards.store.put(shards.index_name, Path(file.name).read_bytes())

@@ -62,12 +62,16 @@ class Indexed(Task):
     schema: ClassVar[Any] = Recipe[Model, Where, LossOptions]
     metric: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
+    _sources: Any = None
 
     def model(self) -> nn.Module:
         return nn.Linear(3, 3)
 
     def source(self, part: Any) -> Any:
-        return split(open_shards(self.recipe.data.path, verify=self.recipe.data.verify), 0.2)[part == "val"]
+        if self._sources is None:
+            data = self.recipe.data
+            self._sources = split(open_shards(data.path, verify=data.verify, store=self.recipe.store), 0.2)
+        return self._sources[part == "val"]
 
     def transform(self, part: Any, sample: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**sample, "image": sample["image"].float().mean((1, 2)) / 255}

@@ -123,7 +123,9 @@ class Proxy:
         if fault == "length-lies":
             head, body = _with_length(head, half), body[:half]
         if fault == "wrong-bytes" and body:
-            body = body[:half] + bytes([body[half] ^ 1]) + body[half + 1 :]
+            # In several places: a tar has bytes that nobody reads.
+            wrong = set(range(half, min(len(body), half + 1000), 50))
+            body = bytes(byte ^ (at in wrong) for at, byte in enumerate(body))
         if self.hidden and b"<ListBucketResult" in body:
             head, body = self._lagging(head, body)
         await _send(writer, head + body)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +14,11 @@ from halfstep.errors import DATA, BadData, WrongUse, unknown_name
 from halfstep.numbers import several
 from halfstep.page import Column, Page, Paragraph, Span, Table
 from halfstep.printable import in_line
-from halfstep.terminal import progress, say
+from halfstep.store.address import has_scheme
+from halfstep.terminal import progress, say, screen
+
+if TYPE_CHECKING:
+    from halfstep.data.shard_index import ShardIndex
 
 GROUP = "Run"
 ACTIONS = ("list", "check", "get", "index", "tokens", "base")
@@ -33,8 +38,8 @@ def run(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="check: a folder. get: the name of a data set. index: a folder of shards, or one. tokens: files or "
-            "folders. base: a file."
+            help="check: a folder. get: the name of a data set. index: a folder of shards, one, or an address. "
+            "tokens: files or folders. base: a file."
         ),
     ] = None,
     more: Annotated[list[str] | None, typer.Argument(help="tokens: more of them.", metavar="[FILE]...")] = None,
@@ -67,9 +72,10 @@ def run(
     check FOLDER reads every file and reports on one page the mistakes, how masks are read and how the classes are
     balanced; exit code 65 if a run would fail or its figures would be wrong. get NAME downloads a set; list shows the
     sets. index SRC writes the index of WebDataset shards next to them, so that no run has to read them for it;
-    interrupted, it continues where it was. tokens FILES --tokenizer train:4096 --out FOLDER makes shards of tokens for
-    a language model; a document is a file, or a line of a .jsonl file, and whole documents are held out. base FILE.gguf
-    --out FOLDER converts a GGUF file to a folder that transformers reads.
+    interrupted, it continues where it was. SRC may be s3://BUCKET/PREFIX; the requests that it takes are printed first.
+    tokens FILES --tokenizer train:4096 --out FOLDER makes shards of tokens for a language model; a document is a file,
+    or a line of a .jsonl file, and whole documents are held out. base FILE.gguf --out FOLDER converts a GGUF file to a
+    folder that transformers reads.
     """
     if action not in ACTIONS:
         raise unknown_name("action", action, ACTIONS)
@@ -160,6 +166,9 @@ def _index(source: str, json: bool) -> None:
     from halfstep.data.shard_index import beside, write_index
     from halfstep.data.shards import shards_at
 
+    if has_scheme(source):
+        _index_in_store(source, json)
+        return
     root = data_place(source)
     shards = shards_at(root)
     path = beside(root, shards)
@@ -172,7 +181,30 @@ def _index(source: str, json: bool) -> None:
             allowed="a folder of shards that this user can write to",
             do="ask its owner to index it; until then, each machine keeps an index in its cache",
         ) from error
-    size = path.stat().st_size
+    _show_index(path, index, path.stat().st_size, json)
+
+
+def _index_in_store(source: str, json: bool) -> None:
+    from halfstep.data.shard_index import build, open_index
+    from halfstep.data.store_set import find_shards
+    from halfstep.store.address import check_installed, parse_address
+    from halfstep.store.objects import PATIENCE
+
+    address = parse_address(source, "SRC")
+    check_installed()
+    shards = find_shards(address, PATIENCE)
+    reads, size = shards.requests, sum(one.size for one in shards.objects)
+    cost = f"{several(len(shards.names), 'shard')} in {shards.store.address}: {reads:,} range reads of {size:,} bytes"
+    screen(stderr=True).print(f"{cost}, and a write; interrupted, the same command continues", soft_wrap=True)
+    with tempfile.TemporaryDirectory() as folder, progress("indexing", "MB") as on_progress:
+        draft = Path(folder) / shards.index_name
+        build(shards, draft, on_progress)
+        with draft.open("rb") as file:
+            shards.store.put(shards.index_name, file)
+        _show_index(f"{shards.store.address}/{shards.index_name}", open_index(draft), draft.stat().st_size, json)
+
+
+def _show_index(path: str | Path, index: ShardIndex, size: int, json: bool) -> None:
     if json:
         facts = {"samples": len(index), "shards": len(index.names), "bytes": size, "seal": index.seal}
         print_json({"index": path, **facts})

@@ -32,6 +32,12 @@ def choose_order(source: Source, window: Window, batch: int, nodes: int = 1, ran
     shards = seal.shards
     window = window or shards.usual_window
     if window == "all":
+        if not shards.is_local and shards.bytes_per_sample * len(shards) > 2 * shards.most_open(1, ranks):
+            raise BadRecipe(
+                "data.window=all, where the set is in a store and larger than store.cache or the room on the disk",
+                allowed="data.window=auto or a number of chunks; all with a cache that holds the set",
+                do="leave data.window out",
+            )
         return SavedOrder("feistel") if len(source) >= FEW else RANDPERM
     chunk = min(shards.chunk, len(source))
     if isinstance(window, int):

@@ -221,7 +221,8 @@ def split(source: Source, fraction: float, rule: Rule = held_out_by_place) -> tu
     if divided is not None and len(source) >= FEW:
         own, held_out = divided(fraction)
         return Subset(source, own), Subset(source, held_out)
-    places = [place_of(key_of(source, index)) for index in range(len(source))]
+    places_of: Callable[[float], list[float]] | None = getattr(source, "places_for_split", None)
+    places = places_of(fraction) if places_of else [place_of(key_of(source, n)) for n in range(len(source))]
     chosen = rule(places, fraction)
     train, val = [i for i in range(len(places)) if i not in chosen], sorted(chosen)
     return Subset(source, train), Subset(source, val)

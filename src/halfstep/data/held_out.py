@@ -47,6 +47,15 @@ class Numbers(Sequence[int]):
         found = np.flatnonzero(bits if self._held_out else bits == 0)
         return block * EVERY + int(found[number - int(self._counts[block])])
 
+    def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
+        """Return the place of a sample; raise ValueError where it is on the other side."""
+        block, place = divmod(value, EVERY)
+        bits = np.unpackbits(self._bits[block * EVERY // 8 : (block + 1) * EVERY // 8], bitorder="little")
+        if not 0 <= value < self.samples or bool(bits[place]) != self._held_out:
+            raise ValueError(value)
+        before = int(bits[:place].sum())
+        return int(self._counts[block]) + (before if self._held_out else place - before)
+
     @property
     def digest(self) -> str:
         """Digits that stand for the share and the side."""

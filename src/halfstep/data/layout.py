@@ -10,13 +10,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from halfstep.data.image_files import SUFFIXES, existing
 from halfstep.data.sets import NAMES
-from halfstep.errors import BadData, unknown_name
+from halfstep.errors import BadData, BadRecipe, unknown_name
 from halfstep.files import cache_folder
 
 PREFIX = "cache:"
+
+
+def is_address(path: object) -> bool:
+    """Return whether a path is the address of an object store, such as `s3://BUCKET/PREFIX`."""
+    return isinstance(path, str) and "://" in path
 
 
 def data_place(path: str) -> Path:
@@ -24,6 +30,12 @@ def data_place(path: str) -> Path:
 
     Raises BadData where that is missing, or where this user may not look into the folder.
     """
+    if is_address(path):
+        raise BadData(
+            f"{path} is an address, where files are read",
+            allowed="an address for data.path and data.val with data.name=shards; else a path",
+            do="copy the data to a disk, or write it as .tar shards and give data.name=shards",
+        )
     if not path.startswith(PREFIX):
         place = Path(os.path.expanduser(path))
         _refuse_closed(place)
@@ -41,6 +53,24 @@ def data_place(path: str) -> Path:
             do=f"halfstep data get {name}" if name in NAMES else "data.path: the path of your own folder",
         )
     return folder.joinpath(below)
+
+
+def in_store(data: Any) -> bool:
+    """Return whether the samples of a recipe are in an object store; raise BadRecipe for data that cannot be there."""
+    if not is_address(data.path):
+        return False
+    from halfstep.store.address import check_installed, parse_address  # not loaded for plain paths
+
+    parse_address(data.path, "data.path")
+    check_installed()
+    if data.name != "shards" or getattr(data, "embeddings", None) is not None:
+        wrong = f"data.name={data.name}" if data.name != "shards" else "data.embeddings"
+        raise BadRecipe(
+            f"{wrong} with data.path={data.path}, which is in an object store",
+            allowed="data.name=shards, without data.embeddings",
+            do="add data.name=shards where they are .tar shards; else copy them to a disk",
+        )
+    return True
 
 
 def _refuse_closed(place: Path) -> None:

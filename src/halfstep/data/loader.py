@@ -70,6 +70,8 @@ class TrainLoader:
         """Verifies some of the data while an epoch is read."""
         self.announce: Callable[[list[tuple[int, int]]], None] = lambda chunks: None
         """Called with the chunks that are read from some step on, each its first sample and one past its last."""
+        self.announces_next_epoch = False
+        """Whether the first chunks of an epoch are announced at the end of the one before."""
         self.share = RankShare(batch_size, microbatches, rank, size, order.has_lanes)
         self._collate, self.workers = SeededCollate(collate, samples.seed), workers
         self._to_device = ToDevice(torch.device(device), channels_last)
@@ -93,6 +95,8 @@ class TrainLoader:
             if count % self.share.microbatches == 0 and (chunks := next(openings, None)):
                 self.announce(chunks)
             yield [(epoch, number) for number in batch]
+        if self.announces_next_epoch and (chunks := next(self.order.openings(epoch + 1, self.share, 0), None)):
+            self.announce(chunks)
 
     def _windows_of(self, read: Iterator[Batch]) -> Iterator[list[Batch]]:
         while window := list(islice(read, self.share.microbatches)):

@@ -18,7 +18,7 @@ import numpy as np
 from halfstep.data.dataset import BadSample
 from halfstep.data.file_state import FileState
 from halfstep.data.image_files import MOST_BYTES
-from halfstep.data.layout import PLACE_PERSON
+from halfstep.data.layout import PLACE_PERSON, is_address
 from halfstep.data.shard_bytes import Part, joined
 from halfstep.data.shard_index import SampleRow
 from halfstep.data.shard_scan import LARGEST_LABEL, MASK_PERSON, NONE, PARQUET, ShardRows
@@ -34,8 +34,16 @@ LARGEST_GROUP = 2**31
 """Bytes of a row group, which is read whole."""
 
 
-def open_shards(root: str | Path, *given: Any, **options: Any) -> Shards:
-    """Return the samples of a folder of tar or Parquet files."""
+def open_shards(root: str | Path, *given: Any, store: Any = None, **options: Any) -> Shards:
+    """Return the samples of a folder of tar or Parquet files, or of an address of tar files.
+
+    `store` is the section of that name of a recipe.
+    """
+    if is_address(root):
+        from halfstep.data.store_shards import StoreShards  # not loaded for plain paths
+
+        more = {} if store is None else {"patience": store.patience, "cache": store.cache}
+        return StoreShards(str(root), *given, **more, **options)
     kind = ParquetShards if shard_paths(root)[0].suffix == PARQUET else Shards
     return kind(root, *given, **options)
 

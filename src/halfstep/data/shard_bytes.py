@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from halfstep.data.file_state import FileState
 from halfstep.errors import BadSample
 
 NEAR = 4096
 """Bytes between parts, such as tar headers, that are read along with them."""
+AT_ONCE = 4
+"""Chunks that are announced at a time."""
 Part = tuple[int, int]
 """Offset and size."""
 
@@ -30,7 +33,7 @@ def read_parts(
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
             check(FileState.of(os.fstat(handle)))
-            return _read_parts(handle, parts)
+            return parts_in(handle, parts)
         finally:
             os.close(handle)
     except OSError as error:
@@ -39,7 +42,7 @@ def read_parts(
         raise BadSample(name(), "the shard ends before the sample does") from None
 
 
-def _read_parts(handle: int, parts: Sequence[Part]) -> list[bytes]:
+def parts_in(handle: int, parts: Sequence[Part]) -> list[bytes]:
     """Read parts of a file, in one go where they lie side by side; raise EOFError where it ends before."""
     first, end = min(start for start, _ in parts), max(start + size for start, size in parts)
     if end - first <= sum(size for _, size in parts) + NEAR:
@@ -52,11 +55,11 @@ def _read_parts(handle: int, parts: Sequence[Part]) -> list[bytes]:
     return found
 
 
-def joined(parts: Iterable[Part]) -> list[Part]:
-    """Return the parts in order, those that lie side by side as one."""
+def joined(parts: Iterable[Part], near: int = NEAR, most: int = sys.maxsize) -> list[Part]:
+    """Return the parts in order, those that lie at most `near` bytes apart as one, of at most `most` bytes."""
     found: list[list[int]] = []
     for start, size in sorted(parts):
-        if found and start <= found[-1][0] + found[-1][1] + NEAR:
+        if found and start <= found[-1][0] + found[-1][1] + near and start + size - found[-1][0] <= most:
             found[-1][1] = max(found[-1][1], start + size - found[-1][0])
         else:
             found.append([start, size])
@@ -64,31 +67,26 @@ def joined(parts: Iterable[Part]) -> list[Part]:
 
 
 class Announcer:
-    """Announces parts of shards to the system in a thread, so that they are in the page cache when they are read."""
+    """Announces chunks in a thread, a few at a time, so that they are in memory or on the disk when they are read."""
 
-    def __init__(self, parts_of: Callable[[tuple[int, int]], dict[Path, list[Part]]]) -> None:
-        self._parts_of = parts_of
-        """Returns where the samples of a chunk are, which has its first sample and one past its last."""
-        self._waiting: SimpleQueue[tuple[int, int]] = SimpleQueue()
+    def __init__(self, announce: Callable[[Sequence[tuple[int, int]]], None], most: int | None = None) -> None:
+        self._announce = announce
+        """Takes chunks, each its first sample and one past its last."""
+        self._waiting: deque[tuple[int, int]] = deque(maxlen=most)
         self._thread: threading.Thread | None = None
 
     def __call__(self, chunks: Iterable[tuple[int, int]]) -> None:
-        if not hasattr(os, "posix_fadvise"):  # macOS and Windows
-            return
-        for chunk in chunks:
-            self._waiting.put(chunk)
-        if not self._waiting.empty() and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._announce, daemon=True)
+        self._waiting.extend(chunks)
+        if self._waiting and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._announce_all, daemon=True)
             self._thread.start()
 
-    def _announce(self) -> None:
-        with suppress(Empty):
-            while True:
-                chunk = self._waiting.get_nowait()
-                # A chunk that cannot be announced is read all the same, and its samples report the error.
-                with suppress(Exception):
-                    for path, parts in self._parts_of(chunk).items():
-                        announce_parts(path, parts)
+    def _announce_all(self) -> None:
+        while self._waiting:
+            some = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
+            # A chunk that cannot be announced is read all the same, and its samples report the error.
+            with suppress(Exception):
+                self._announce(some)
 
 
 def announce_parts(path: Path, parts: Iterable[Part]) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 from halfstep.data.dataset import derive
 from halfstep.data.file_state import FileState
 from halfstep.data.shard_index import DIGEST, LABEL, PackedShard, ShardIndex, pack
-from halfstep.data.shard_scan import scan_shard
 from halfstep.data.shards import Shards
 from halfstep.errors import BadData
 from halfstep.numbers import several
@@ -26,7 +25,7 @@ AT_ONCE = 16
 def shard_change(shards: Shards, number: int, is_stopped: Callable[[], bool] = lambda: False) -> str:
     """Read a shard whole, and return how it differs from its index; empty where it does not."""
     try:
-        now = pack(scan_shard(shards.path(number), is_stopped))
+        now = pack(shards.scan(number, is_stopped))
     except BadData as error:
         return error.given
     if now.digest.hex() == shards.index.content(number):

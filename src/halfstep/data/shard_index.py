@@ -18,9 +18,10 @@ import time
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b, sha256
 from itertools import islice
@@ -271,7 +272,8 @@ def _blocks(offsets: Column) -> Column:
 # interrupted scan continues where it was; the parts are joined at the end.
 
 
-class ShardSet(NamedTuple):
+@dataclass(frozen=True)
+class ShardSet:
     """The shards of a set: names below a folder, and the state of each file."""
 
     root: Path
@@ -289,11 +291,28 @@ class ShardSet(NamedTuple):
         """Return the cache key of some shards, or of all."""
         # The inode, not the path: a set that is moved within its file system keeps its index. The time of the change,
         # which nobody can set: a shard that was written in place may have its old size and modification time.
-        found = blake2b(f"{_VERSION} {os.stat(self.root).st_dev}".encode(), digest_size=16)
+        found = blake2b(f"{_VERSION} {self.device}".encode(), digest_size=16)
         for number in numbers or range(len(self.names)):
             facts = (self.names[number], *self.states[number])
             found.update(repr(facts).encode("ascii", "backslashreplace"))
         return found.hexdigest()
+
+    @property
+    def device(self) -> int | str:
+        """The file system, or the store, in which the state of a shard means this shard."""
+        return os.stat(self.root).st_dev
+
+    def scan(self, number: int, is_stopped: Callable[[], bool]) -> ShardRows:
+        """Read a shard once; raise BadData where it cannot be used, or changes meanwhile."""
+        shard = self.root / self.names[number]
+        found = scan_shard(shard, is_stopped)
+        if FileState.of(shard.stat()) != self.states[number]:
+            raise BadData(
+                f"the shard {shard} was written while it was indexed",
+                allowed="shards that are complete",
+                do="start the same command again when the shard is complete",
+            )
+        return found
 
     def matches(self, index: ShardIndex) -> bool:
         """Return whether an index has these shards, of these sizes."""
@@ -337,10 +356,10 @@ def existing_index(root: str | Path, shards: ShardSet) -> ShardIndex | None:
 def build_index(shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
     """Build the index of a set in the cache. One process of a machine builds it, and the others wait for it."""
     kept = cached_path(shards)
-    with _alone(kept):
+    with alone(kept):
         if index := usable(kept, shards):
             return index
-        _sweep(kept)
+        sweep(kept)
         try:
             with renaming(kept) as draft:
                 build(shards, draft, on_progress)
@@ -356,8 +375,8 @@ def build_index(shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
 def write_index(root: str | Path, shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
     """Write the index of a set next to its shards, and return it; raise OSError where it cannot be written."""
     path = beside(root, shards)
-    with _alone(cached_path(shards)), replacing(path) as draft:
-        _sweep(path, but=draft)
+    with alone(cached_path(shards)), replacing(path) as draft:
+        sweep(path, but=draft)
         if kept := usable(cached_path(shards), shards):
             shutil.copyfile(kept.path or "", draft)
         else:
@@ -417,22 +436,15 @@ def _packed(shards: ShardSet, number: int, stop: threading.Event) -> PackedShard
     # An index of one shard; one that is torn is made anew.
     with suppress(OSError, NoIndex, BadData):
         return open_index(part).packed(0)
-    shard = shards.root / shards.names[number]
-    found = pack(scan_shard(shard, stop.is_set))
-    if FileState.of(shard.stat()) != shards.states[number]:
-        raise BadData(
-            f"the shard {shard} was written while it was indexed",
-            allowed="shards that are complete",
-            do="start the same command again when the shard is complete",
-        )
+    found = pack(shards.scan(number, stop.is_set))
     with suppress(OSError), renaming(part) as draft:
         write_packed(draft, [shards.names[number]], [found])
     return found
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one process of this machine build an index; without a lock where the system or the disk has none."""
+def alone(path: Path) -> Iterator[None]:
+    """Let one process of this machine write a file; without a lock where the system or the disk has none."""
     with ExitStack() as stack:
         with suppress(OSError, ImportError):
             import fcntl
@@ -442,7 +454,7 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _sweep(path: Path, but: Path | None = None) -> None:
+def sweep(path: Path, but: Path | None = None) -> None:
     """Remove drafts that killed processes left of this file, and what the cache has that nothing used for long."""
     old = time.time() - KEEP
     with suppress(OSError):

@@ -57,7 +57,7 @@ class ShardRows:
         return len(self.image)
 
 
-def not_a_shard(shard: Path, reason: str, allowed: str = LAYOUT) -> BadData:
+def not_a_shard(shard: str | Path, reason: str, allowed: str = LAYOUT) -> BadData:
     """Return the error for a shard that cannot be used; it names the command that unpacks a compressed one."""
     with suppress(OSError), open(shard, "rb") as file:
         if file.read(2) == b"\x1f\x8b":
@@ -65,7 +65,7 @@ def not_a_shard(shard: Path, reason: str, allowed: str = LAYOUT) -> BadData:
             return BadData(
                 f"the shard {shard} cannot be used: it is compressed, and a compressed file cannot be read by offset",
                 allowed=allowed,
-                do=unpacked if shard.suffix in (".gz", ".tgz") else f"mv {shard} {shard}.gz && gunzip {shard}.gz",
+                do=unpacked if str(shard).endswith((".gz", ".tgz")) else f"mv {shard} {shard}.gz && gunzip {shard}.gz",
             )
     return BadData(f"the shard {shard} cannot be used: {reason}", allowed=allowed, do="write the shard again")
 
@@ -78,18 +78,19 @@ def scan_shard(shard: Path, is_stopped: Callable[[], bool] = lambda: False) -> S
 
             return scan_parquet(shard)
         with opened_tar(shard) as tar:
-            return _scanned(tar, shard, is_stopped)
+            return scan_tar(tar, shard.name, is_stopped)
     except DamagedTar as error:
         raise not_a_shard(shard, str(error)) from None
     except OSError as error:
         raise not_a_shard(shard, error.strerror or type(error).__name__) from error
 
 
-def _scanned(tar: TarReader, shard: Path, is_stopped: Callable[[], bool]) -> ShardRows:
+def scan_tar(tar: TarReader, name: str, is_stopped: Callable[[], bool]) -> ShardRows:
+    """Read an open shard of this file name once; raise DamagedTar where it cannot be used."""
     if tar.size > _LARGEST_SHARD:
         raise DamagedTar(f"{tar.size:,} bytes, more than {_LARGEST_SHARD:,}")
     rows, last, seen = array("Q"), None, set[bytes]()
-    start = blake2b(shard.name.encode("utf-8", "surrogateescape") + b"/", digest_size=8, person=PLACE_PERSON)
+    start = blake2b(name.encode("utf-8", "surrogateescape") + b"/", digest_size=8, person=PLACE_PERSON)
     for member in tar.members():
         if is_stopped():
             raise CancelledError
@@ -138,6 +139,13 @@ def label_in(content: bytes, name: str) -> int:
     if int(text) > LARGEST_LABEL:
         raise DamagedTar(f"{name} holds the class number {int(text)}, more than {LARGEST_LABEL:,}")
     return int(text)
+
+
+def read_label(content: bytes) -> int:
+    """Return the class number at the start of some bytes; -1 where there is none."""
+    with suppress(DamagedTar):
+        return label_in(content.split(b"\0", 1)[0], "")
+    return NONE
 
 
 def shown(name: bytes) -> str:

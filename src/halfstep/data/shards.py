@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
-from collections.abc import Callable, Collection, Iterable
-from itertools import product
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -20,7 +18,7 @@ from halfstep.data.held_out import Numbers, divided
 from halfstep.data.image_files import MOST_BYTES, existing, files
 from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
 from halfstep.data.layout import place_of
-from halfstep.data.shard_bytes import Part, joined, read_parts
+from halfstep.data.shard_bytes import NEAR, Part, announce_parts, joined, read_parts
 from halfstep.data.shard_index import (
     SOME_LABELS,
     SOME_MASKS,
@@ -32,8 +30,9 @@ from halfstep.data.shard_index import (
     build_index,
     existing_index,
 )
-from halfstep.data.shard_scan import LONGEST_LABEL, MASK_PERSON, NONE, PARQUET, key_at, label_in
-from halfstep.data.tar_members import BLOCK, FEW, DamagedTar, digest_of, opened_tar
+from halfstep.data.shard_patterns import expanded, is_pattern
+from halfstep.data.shard_scan import LONGEST_LABEL, MASK_PERSON, PARQUET, ShardRows, key_at, read_label, scan_shard
+from halfstep.data.tar_members import BLOCK, FEW, DamagedTar, TarReader, digest_of, opened_tar
 from halfstep.errors import BadData
 from halfstep.host_memory import free_memory
 
@@ -42,14 +41,12 @@ Verify = Literal["all", "sampled", "off"]
 SAMPLED: Verify = "sampled"
 _VERIFY_EVERY = {"all": 1, "sampled": 64, "off": 0}
 OTHER_BYTES = "its bytes are not those that were indexed: the shard was damaged, or written again"
-MOST_SHARDS = 100_000
 CHUNK_BYTES, FEWEST_IN_CHUNK = 8 * 2**20, 16
 """The bytes of a chunk, and the samples that it has at least."""
 SPLITS = {"train", "validation", "test"}
 """How Hugging Face names the files of a split: `train-00000-of-00005.parquet`."""
 LONG_SCAN = 2**30
 """Bytes of shards above which the progress of a scan is displayed."""
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 class Content(NamedTuple):
@@ -69,6 +66,11 @@ class Shards:
 
     notices_changes = True
     usual_window: Literal["all", "auto"] = "all"
+    is_local = True
+    near = NEAR
+    """Bytes between the parts of a chunk that are read along with them."""
+    patience = 0.0
+    """Seconds for which a read may be repeated."""
 
     def __init__(
         self,
@@ -82,12 +84,15 @@ class Shards:
     ) -> None:
         self.channels, self.mask_classes, self.parts = channels, MaskClasses(classes, ignore_index, palette), parts
         self._verify_every = _VERIFY_EVERY[verify]
+        self._open(root)
+        self._kinds = self._checked_kinds()
+        self.classes = self._class_names()
+
+    def _open(self, root: str | Path) -> None:
         shards = shards_at(root)
         self.root, self._start_of_paths = shards.root, f"{shards.root}{os.sep}"
         self._states = shards.states
         self.index = existing_index(root, shards) or _built(shards)
-        self._kinds = self._checked_kinds()
-        self.classes = self._class_names()
 
     def __len__(self) -> int:
         return len(self.index)
@@ -129,9 +134,8 @@ class Shards:
 
     def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> Content:
         """Read the wanted parts of a sample, of image, label and mask, from its shard at once."""
+        self._check_sizes(index, row, wanted)
         image, label, mask = wanted
-        if (largest := max(row.image_size * image, row.mask_size * mask)) > MOST_BYTES:
-            raise BadSample(self.name(index), f"{largest:,} bytes, more than {MOST_BYTES:,}")
         # The label is in the index, too; that of the shard counts, also where the index was edited.
         parts = [(row.image, row.image_size)] * image + [(row.label_at, LONGEST_LABEL + 1)] * label
         parts += [(row.mask, row.mask_size)] * mask
@@ -142,6 +146,10 @@ class Shards:
         last = found.pop() if mask else None
         middle = found.pop() if label else None
         return Content(found.pop() if image else None, middle, last)
+
+    def _check_sizes(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool]) -> None:
+        if (largest := max(row.image_size * wanted[0], row.mask_size * wanted[2])) > MOST_BYTES:
+            raise BadSample(self.name(index), f"{largest:,} bytes, more than {MOST_BYTES:,}")
 
     def _is_verified(self, row: SampleRow) -> bool:
         """Return whether the bytes of a sample are compared with its digest: by seed, epoch and sample in a run."""
@@ -200,19 +208,38 @@ class Shards:
                 parts.append((row.label_at, LONGEST_LABEL + 1))
             if self._kinds[1]:
                 parts.append((row.mask, row.mask_size))
-        return {self.path(shard): joined(parts) for shard, parts in found.items()}
+        return {self.path(shard): joined(parts, self.near) for shard, parts in found.items()}
+
+    def announce(self, chunks: Sequence[tuple[int, int]], number: Callable[[int], int]) -> None:
+        """Announce chunks to the system; `number` returns the number in the index of a sample of an order."""
+        if not hasattr(os, "posix_fadvise"):  # macOS and Windows
+            return
+        for chunk in chunks:
+            for path, parts in self.parts_of(map(number, range(*chunk))).items():
+                announce_parts(path, parts)
+
+    def scan(self, shard: int, is_stopped: Callable[[], bool]) -> ShardRows:
+        """Read a shard whole; raise BadData where it cannot be used."""
+        return scan_shard(self.path(shard), is_stopped)
 
     def path(self, shard: int) -> Path:
         """Return the path of a shard."""
         return self.root / self.index.names[shard]
 
+    def where(self, shard: int) -> str:
+        """Return the path of a shard for display."""
+        return str(self.path(shard))
+
+    def _tar(self, shard: int, at_once: int) -> AbstractContextManager[TarReader]:
+        return opened_tar(self.path(shard), at_once)
+
     def name(self, index: int) -> str:
         """Return the shard and key for display."""
         shard, number = self.index.find(index)
         try:
-            return f"{self.path(shard)}/{self._key(index)}"
+            return f"{self.where(shard)}/{self._key(index)}"
         except (OSError, DamagedTar):
-            return f"{self.path(shard)}/sample {number}"
+            return f"{self.where(shard)}/sample {number}"
 
     def key(self, index: int) -> str:
         """Return the name of the shard and the key; raise BadData where the shard cannot be read."""
@@ -221,7 +248,7 @@ class Shards:
             return f"{self.path(shard).name}/{self._key(index)}"
         except (OSError, DamagedTar) as error:
             raise BadData(
-                f"the name of sample {number} cannot be read from {self.path(shard)}: {error}",
+                f"the name of sample {number} cannot be read from {self.where(shard)}: {error}",
                 allowed="unchanged shards",
                 do="look at the shard, and start the same command again",
             ) from error
@@ -232,7 +259,7 @@ class Shards:
             before = self.index.row(index - 1)
             # Headers follow the image before; parts that lie apart may have it later.
             start = before.image - -before.image_size // BLOCK * BLOCK if before.image < row.image else 0
-        with opened_tar(self.path(row.shard), FEW) as tar:
+        with self._tar(row.shard, FEW) as tar:
             return key_at(tar, start, row.image)
 
     def files_of(self, index: int) -> Files:
@@ -276,27 +303,24 @@ class Shards:
     def _class_names(self) -> list[str]:
         """Return the lines of `classes.txt` next to the shards or one folder up; else the numbers."""
         most = int(self.index.table["largest"].max())
+        numbers = [str(number) for number in range(most + 1)]
+        return next((names for names in self._class_lists() if len(names) > most), numbers)
+
+    def _class_lists(self) -> Iterator[list[str]]:
         first = self.path(0).parent
         for folder in (first, first.parent):
             listed = folder / "classes.txt"
             if listed.is_file() and listed.stat().st_size < 2**20:
-                names = _lines(listed)
-                if len(names) > most:
-                    return names
-        return [str(number) for number in range(most + 1)]
+                yield lines_in(listed.read_bytes(), str(listed))
 
     def _checked_label(self, content: bytes, index: int) -> int:
         """Return the label that the shard holds; raise BadData where its index has another."""
         row = self.index.row(index)
-        content = content.split(b"\0", 1)[0]
-        try:
-            label = label_in(content, "")
-        except DamagedTar:
-            label = NONE
+        label = read_label(content)
         if label != row.label:
             raise BadData(
-                f"{self.name(index)} has the label {label if label >= 0 else content!r} in its shard, and {row.label} "
-                "in the index of it: the shard was written again, and kept its size and times",
+                f"{self.name(index)} has the label {label if label >= 0 else content.rstrip(bytes(1))!r} in its shard, "
+                f"and {row.label} in the index of it: the shard was written again, and kept its size and times",
                 allowed="shards that do not change after they were indexed",
                 do=f"rm {self.index.path}, and start the same command again",
             )
@@ -325,9 +349,10 @@ def shards_at(root: str | Path) -> ShardSet:
         ) from error
 
 
-def _lines(listed: Path) -> list[str]:
+def lines_in(content: bytes, listed: str) -> list[str]:
+    """Return the lines of a file that are not empty; raise BadData where it is not UTF-8."""
     try:
-        lines = listed.read_text(encoding="utf-8").split("\n")
+        lines = content.decode("utf-8").replace("\r", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise BadData(
             f"{listed} is not UTF-8: {error.reason} at byte {error.start}",
@@ -340,8 +365,8 @@ def _lines(listed: Path) -> list[str]:
 def shard_paths(root: str | Path) -> list[Path]:
     """Return the sorted shards of a folder, a file or a pattern; raise BadData where there is none."""
     given = Path(root)
-    if _RANGE.search(str(root)):
-        paths = [Path(name) for name in _expanded(str(root))]
+    if is_pattern(str(root)):
+        paths = [Path(name) for name in expanded(str(root))]
     elif given.is_file():
         paths = [given]
     else:
@@ -370,27 +395,3 @@ def _parquet_files(folder: Path) -> list[str]:
             do=" && ".join(f"mkdir {folder / one} && mv {folder}/{one}-*{PARQUET} {folder / one}" for one in splits),
         )
     return names
-
-
-def _count(ranges: list[tuple[str, str]]) -> float:
-    """Return the number of shards; infinity where a number is absurdly long, and 0 where a range is empty."""
-    if max(len(number) for both in ranges for number in both) > 18:
-        return math.inf
-    return math.prod(max(0, int(last) - int(first) + 1) for first, last in ranges)
-
-
-def _expanded(pattern: str) -> list[str]:
-    parts = _RANGE.split(pattern)
-    between, ranges = parts[::3], list(zip(parts[1::3], parts[2::3], strict=True))
-    if not 1 <= _count(ranges) <= MOST_SHARDS:
-        raise BadData(
-            f"the pattern {pattern} counts {', '.join(f'from {first} to {last}' for first, last in ranges)}",
-            allowed=f"upwards, at most {MOST_SHARDS:,} shards in all",
-            do="correct data.path",
-        )
-    # The first number's width decides the padding, as in the shell.
-    numbers = [[str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)] for first, last in ranges]
-    return [
-        between[0] + "".join(number + after for number, after in zip(chosen, between[1:], strict=True))
-        for chosen in product(*numbers)
-    ]

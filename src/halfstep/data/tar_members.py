@@ -6,7 +6,7 @@ Names and offsets are those that Python's tarfile gives, at a tenth of its proce
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -27,6 +27,8 @@ _LONG_NAME, _LONG_LINK, _SPARSE = b"LKS"
 _HEADERS = b"LKxgX"
 """Members that describe the next one: a long name, and pax records; those for all members have no names or sizes."""
 _MOST_HEADERS = 8
+ReadAt = Callable[[int, int], bytes]
+"""Returns the bytes at an offset, as many as are asked for or as there are."""
 
 
 class DamagedTar(Exception):
@@ -47,9 +49,8 @@ class Member(NamedTuple):
 class TarReader:
     """An open tar file, read in blocks."""
 
-    def __init__(self, handle: int, at_once: int = AT_ONCE) -> None:
-        self._handle, self._at_once = handle, at_once
-        self.size = os.fstat(handle).st_size
+    def __init__(self, read_at: ReadAt, size: int, at_once: int = AT_ONCE) -> None:
+        self._read_at, self.size, self._at_once = read_at, size, at_once
         self._base, self._buffer = 0, b""
         self._headers: list[int] = []
 
@@ -118,7 +119,7 @@ class TarReader:
         place = at - self._base
         if place >= 0 and place + size <= len(self._buffer):
             return self._buffer[place : place + size]
-        content = os.pread(self._handle, size, at)
+        content = self._read_at(at, size)
         if len(content) < size:
             raise DamagedTar(f"the file ends before byte {at + size:,}")
         return content
@@ -135,7 +136,7 @@ class TarReader:
 
     def _fill(self, at: int) -> None:
         self._check_headers()
-        self._base, self._buffer = at, os.pread(self._handle, self._at_once, at)
+        self._base, self._buffer = at, self._read_at(at, self._at_once)
         if len(self._buffer) < BLOCK:
             raise DamagedTar(f"the file ends within a header, at byte {at:,}")
 
@@ -200,6 +201,6 @@ def opened_tar(path: Path, at_once: int = AT_ONCE) -> Iterator[TarReader]:
     # Opening a FIFO would otherwise wait for a writer.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
-        yield TarReader(handle, at_once)
+        yield TarReader(lambda at, size: os.pread(handle, size, at), os.fstat(handle).st_size, at_once)
     finally:
         os.close(handle)

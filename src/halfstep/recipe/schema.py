@@ -100,7 +100,8 @@ class DataOptions(Section):
     """How a share in `val` is drawn: by a hash of each place (`by_place`), below 1,000 samples exactly (`exact`)."""
     window: PositiveInt | Literal["auto", "all"] | None = None
     """shards: how many chunks of neighboring samples are mixed at a time, for slow disks; `all` mixes single samples of
-    the whole set, and `auto` what fits a quarter of the memory. Default: all."""
+    the whole set, and `auto` what fits a quarter of the memory, or of a store half of store.cache. Default: all, and
+    for a store auto."""
     verify: Literal["all", "sampled", "off"] = "sampled"
     """shards: which samples are compared with their digests as they are read; `sampled` is 1 in 64."""
     bad_samples: NonNegativeInt = 10
@@ -293,6 +294,8 @@ class StoreOptions(Section):
 
     patience: Timeout = 300.0
     """Seconds for which a failing request is repeated."""
+    cache: PositiveFloat = 20.0
+    """Gigabytes of samples from a store that are kept on the disk of each machine; the oldest ones are removed."""
 
 
 class GuardOptions(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfstep.data.choose_order import OrderFacts, choose_order, order_facts
 from halfstep.data.dataset import seal_of
-from halfstep.data.layout import data_place
+from halfstep.data.layout import data_place, in_store
 from halfstep.data.shard_index import existing_index
 from halfstep.data.shards import shards_at
 from halfstep.errors import BadData
@@ -19,10 +19,12 @@ def explain_order(found: RawRecipe, folder: str) -> OrderFacts:
     Raises BadData where there are no shards or no index of them, and BadRecipe for a task that reads none.
     """
     recipe = resolved_recipe(found, {"data.name": "shards", "data.path": folder}).recipe
-    place = data_place(recipe.data.path)
-    root = place / "train" if (place / "train").is_dir() else place
+    is_stored, root = in_store(recipe.data), recipe.data.path
+    if not is_stored:
+        place = data_place(recipe.data.path)
+        root = place / "train" if (place / "train").is_dir() else place
     # Shards without an index would be read whole, which is too much for an explanation.
-    if existing_index(root, shards_at(root)) is not None:
+    if is_stored or existing_index(root, shards_at(root)) is not None:
         source = task_class(recipe.task)(recipe).source("train")
         if (seal := seal_of(source)) is not None:
             batch = recipe.train.global_batch or recipe.train.batch_size * recipe.train.microbatches

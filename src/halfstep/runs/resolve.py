@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.layout import SEGMENTATION, data_place, find_layout
+from halfstep.data.layout import SEGMENTATION, data_place, find_layout, in_store
 from halfstep.errors import (
     BadData,
     BadRecipe,
@@ -209,7 +209,7 @@ def _state(resolved: Resolved, accepted: Collection[str]) -> str:
 
 
 def _check_data(data: Any) -> None:
-    if data.name in DRAWN:
+    if data.name in DRAWN or in_store(data):
         return
     place = data_place(data.path)
     if not place.exists():

@@ -11,6 +11,7 @@ import io
 import os
 import random
 import secrets
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -59,6 +60,8 @@ class StoredObject(NamedTuple):
 
     key: str
     size: int
+    tag: str
+    modified: datetime
 
 
 class ObjectFacts(NamedTuple):
@@ -75,7 +78,7 @@ class Store:
     """The objects below an address. Keys are relative to its prefix.
 
     Every request has a deadline, and is repeated within `patience` seconds. Raises StoreFailed with the kind of the
-    failure, the bucket and the key; text of the library or the server is not passed on.
+    failure, the bucket and the key; text of the library or the server is not passed on. Threads may share a Store.
     """
 
     def __init__(self, address: StoreAddress, patience: float = PATIENCE) -> None:
@@ -87,8 +90,8 @@ class Store:
 
         self.address, self.patience = address, patience
         self._obstore = obstore
-        self._until: float | None = None
-        """The end of the patience of the call in progress, which the calls inside it share."""
+        self._calls = threading.local()
+        """`until`: the end of the patience of the call in progress, which the calls inside it share."""
         pauses = {
             "init_backoff": timedelta(seconds=FIRST_PAUSE),
             "max_backoff": timedelta(seconds=min(LONGEST_PAUSE, patience / 8)),
@@ -108,7 +111,7 @@ class Store:
 
     def read(self, key: str, start: int, size: int, tag: str | None = None) -> bytes:
         """Return exactly `size` bytes from `start` on, of the object with this tag if one is given."""
-        options = {"range": (start, start + size), **({} if tag is None else {"if_match": tag})}
+        options = {"range": (start, start + size), **({"if_match": tag} if tag else {})}
 
         is_tried = False
 
@@ -166,7 +169,7 @@ class Store:
                     )
             except Exception as error:
                 # A finished upload whose answer was lost or late looks like a failed one.
-                if self._kind(error) in (DENIED, MISSING) or not self._holds(key, file):
+                if self._kind(error) == DENIED or not self._holds(key, file):
                     raise
             facts = self.size_and_tag(key)
             if facts is None or facts.size != size:
@@ -209,7 +212,10 @@ class Store:
                 with contextlib.suppress(FileNotFoundError):
                     self._obstore.head(self._store, self._full("probe"))
                 raise
-            return [StoredObject(self._relative(one["path"]), one["size"]) for one in found]
+            return [
+                StoredObject(self._relative(one["path"]), one["size"], one["e_tag"] or "", one["last_modified"])
+                for one in found
+            ]
 
         return sorted(self._patiently(prefix, ask, ask_again=(DENIED,)))
 
@@ -266,11 +272,12 @@ class Store:
 
     def _patiently(self, key: str, work: Callable[[], T], ask_again: tuple[str, ...] = ()) -> T:
         """Repeat `work` while it fails for reasons that pass; a failure in `ask_again` is repeated once."""
-        outer, pause = self._until, FIRST_PAUSE
+        outer: float | None = getattr(self._calls, "until", None)
+        pause = FIRST_PAUSE
         until = time.monotonic() + self.patience if outer is None else outer
         while True:
             try:
-                self._until = until
+                self._calls.until = until
                 return work()
             except Exception as error:
                 kind = self._kind(error)
@@ -280,7 +287,7 @@ class Store:
                     raise (error if isinstance(error, StoreFailed) else self._failed(kind, key)) from None
                 ask_again = () if kind in ask_again else ask_again
             finally:
-                self._until = outer
+                self._calls.until = outer
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE)
 

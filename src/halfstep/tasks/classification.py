@@ -161,7 +161,7 @@ class Classification(Task):
         self.preprocessing = Preprocessing(data.channels, pixels.mean, pixels.std, resize=_side(data), crop=data.size)
 
     def _read(self) -> None:
-        self._sources, names = labelled(self.recipe.data, self._classes)
+        self._sources, names = labelled(self.recipe.data, self._classes, self.recipe.store)
         # Names restored from a run win: the weights are ordered by them.
         self._classes = self._classes or names
 

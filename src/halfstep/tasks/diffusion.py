@@ -301,7 +301,7 @@ class Diffusion(Task):
         return [images.side_by_side(pair) for pair in zip(asked, pictures, strict=True)]
 
     def _read(self) -> None:
-        sources, names = pictured(self.recipe.data, self.kind)
+        sources, names = pictured(self.recipe.data, self.kind, self.recipe.store)
         self._sources = {split: LatentSource(source) for split, source in sources.items()}
         self._classes = self._classes or names
 

@@ -80,7 +80,7 @@ class Segmentation(Task):
     def source(self, split: Split) -> Source:
         """Return the samples of a split, shrunk to data.max_side; the data is read on the first call."""
         if not self._sources:
-            self._sources = masked(self.recipe.data)
+            self._sources = masked(self.recipe.data, self.recipe.store)
             if self.preprocessing.max_side is not None:
                 self._sources = {name: Shrunk(one, self.preprocessing) for name, one in self._sources.items()}
         return self._sources[split]

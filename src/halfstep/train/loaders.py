@@ -60,7 +60,7 @@ def make_loaders(
     _same_everywhere(source, distributed.fail_together(lambda: _at_once(lambda: _filled(task, "val"))))
     chosen = order or _chosen_order(source, recipe)
     train, reason = _train_loader(source, task, recipe, device, workers, chosen)
-    _watch_shards(train, source, recipe)
+    _watch_shards(train, source, recipe, chosen)
     val = make_val_loader(task, recipe, device, train.workers)
     # Before the contents are read: what changes in between is noticed.
     recorded = distributed.fail_together(lambda: _at_once(lambda: _recorded(train.samples, val.samples)))
@@ -89,7 +89,7 @@ def _chosen_order(source: Source, recipe: AnyRecipe) -> SavedOrder:
     return SavedOrder(**distributed.rank_zero_or_raise(lambda: asdict(choose_order(*given))))
 
 
-def _watch_shards(train: TrainLoader, source: Source, recipe: AnyRecipe) -> None:
+def _watch_shards(train: TrainLoader, source: Source, recipe: AnyRecipe, order: SavedOrder) -> None:
     """Let shards be verified in the background, and their chunks be announced."""
     if (seal := seal_of(source)) is None:
         return
@@ -97,8 +97,12 @@ def _watch_shards(train: TrainLoader, source: Source, recipe: AnyRecipe) -> None
     from halfstep.data.shard_check import BackgroundCheck
 
     shards = seal.shards
-    train.background = BackgroundCheck(shards, recipe.train.seed or 0, distributed.rank(), distributed.size())
-    train.announce = Announcer(lambda chunk: shards.parts_of(number_in_index(source, n) for n in range(*chunk)))
+    if shards.is_local:
+        train.background = BackgroundCheck(shards, recipe.train.seed or 0, distributed.rank(), distributed.size())
+    train.announces_next_epoch = not shards.is_local
+    # Of a store, more chunks than are open at once must not wait: they would be fetched after they were read.
+    most = None if shards.is_local else order.window
+    train.announce = Announcer(lambda chunks: shards.announce(chunks, lambda n: number_in_index(source, n)), most)
 
 
 def _train_loader(
@@ -121,16 +125,16 @@ def _train_loader(
         channels_last=train.channels_last,
         rank=distributed.rank(),
         size=distributed.size(),
-        timeout=recipe.data.timeout,
+        timeout=_timeout(source, recipe),
     )
     return loader, reason
 
 
 def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers: int = 0) -> ValLoader:
     """Return the validation loader of this rank."""
-    train, seed = recipe.train, recipe.train.seed or 0
+    train, seed, source = recipe.train, recipe.train.seed or 0, _filled(task, "val")
     return ValLoader(
-        ValSamples(_filled(task, "val"), functools.partial(task.transform, "val"), seed),
+        ValSamples(source, functools.partial(task.transform, "val"), seed),
         batch_size=train.batch_size,
         collate=functools.partial(task.collate, "val"),
         workers=workers,
@@ -138,8 +142,14 @@ def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers
         channels_last=train.channels_last,
         rank=distributed.rank(),
         size=distributed.size(),
-        timeout=recipe.data.timeout,
+        timeout=_timeout(source, recipe),
     )
+
+
+def _timeout(source: Source, recipe: AnyRecipe) -> float:
+    """Return the seconds for a sample; a store has its own patience before."""
+    seal = seal_of(source)
+    return recipe.data.timeout + (seal.shards.patience if seal and recipe.data.timeout else 0.0)
 
 
 def _at_once(work: Callable[[], T]) -> T:

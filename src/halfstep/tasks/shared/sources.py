@@ -10,7 +10,7 @@ from halfstep.data.dataset import BadSample, Source, split
 from halfstep.data.embeddings import Embedded
 from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, Images, folders_under
 from halfstep.data.image_files import existing, files, folders, image_files
-from halfstep.data.layout import HELD_OUT, data_place
+from halfstep.data.layout import HELD_OUT, data_place, in_store, is_address
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps, SpriteStamps, Stamps
 from halfstep.data.synthetic.radio_maps import RadioMaps
 from halfstep.data.synthetic.shapes import ShapeLabels, ShapeMasks, ShapePictures
@@ -91,7 +91,8 @@ def _windows(root: Path, data: Any, are_videos: bool) -> Windows:
     return Windows(recordings, data.frames, data.every)
 
 
-Make = Callable[[Path], Source]
+Make = Callable[[Any], Source]
+"""Builds a source from a path, or from the address of shards."""
 _SPLITS = frozenset(("train", "val", "test"))
 _CONDITIONS = {"class": ("folder", "shards", "shapes"), "image": ("pairs", "maps")}
 """The kinds of data that have a condition; conditions not listed work with any data."""
@@ -99,8 +100,8 @@ DRAWN_FOR_VALIDATION = 0.2
 """The validation share of generated samples where the recipe names a folder, which they do not have."""
 
 
-def masked(data: Any) -> dict[Split, Source]:
-    """Return sources of images with masks for a segmentation recipe."""
+def masked(data: Any, store: Any = None) -> dict[Split, Source]:
+    """Return sources of images with masks for a segmentation recipe; `store` is its section for object stores."""
     meaning = {"classes": data.classes, "ignore_index": data.ignore_index, "palette": data.palette}
 
     def pairs(root: Path) -> Source:
@@ -111,14 +112,14 @@ def masked(data: Any) -> dict[Split, Source]:
 
     if data.name == "shapes":
         return shared(drawn_masks(data), data)
-    make: Make = pairs if data.name == "pairs" else lambda root: _shards(root, data, **meaning)
+    make: Make = pairs if data.name == "pairs" else lambda root: _shards(root, data, store, **meaning)
     return _complete(both(data, make), "mask")
 
 
-def _shards(root: Path, data: Any, **more: Any) -> Shards:
+def _shards(root: str | Path, data: Any, store: Any, **more: Any) -> Shards:
     from halfstep.data.parquet_shards import open_shards  # here, because folders need no shards
 
-    return open_shards(root, data.channels, verify=data.verify, **more)
+    return open_shards(root, data.channels, verify=data.verify, store=store, **more)
 
 
 def drawn_masks(data: Any) -> ShapeMasks:
@@ -131,7 +132,7 @@ def drawn_pictures(data: Any) -> ShapePictures:
     return ShapePictures(data.samples, data.size, data.classes or 4, data.channels)
 
 
-def labelled(data: Any, known: Sequence[str] = ()) -> tuple[dict[Split, Source], list[str]]:
+def labelled(data: Any, known: Sequence[str] = (), store: Any = None) -> tuple[dict[Split, Source], list[str]]:
     """Return sources of images with labels for a classification recipe, and the class names.
 
     Classes that are `known` from training keep their numbers, and no others are allowed.
@@ -147,8 +148,8 @@ def labelled(data: Any, known: Sequence[str] = ()) -> tuple[dict[Split, Source],
         names[:] = found.classes
         return found
 
-    def shards(root: Path) -> Source:
-        found = _shards(root, data, parts=("label",))
+    def shards(root: str | Path) -> Source:
+        found = _shards(root, data, store, parts=("label",))
         # Both splits use the same class numbers (classes.txt, or the numbers themselves); the longer list has all
         # names.
         names.extend(found.classes[len(names) :])
@@ -158,7 +159,7 @@ def labelled(data: Any, known: Sequence[str] = ()) -> tuple[dict[Split, Source],
     return _complete(sources, "label"), _as_many(names, data)
 
 
-def pictured(data: Any, condition: str) -> tuple[dict[Split, Source], list[str]]:
+def pictured(data: Any, condition: str, store: Any = None) -> tuple[dict[Split, Source], list[str]]:
     """Return sources of images with their condition for a diffusion recipe, and the class names.
 
     Raise `BadRecipe` where the data does not have the condition.
@@ -168,12 +169,14 @@ def pictured(data: Any, condition: str) -> tuple[dict[Split, Source], list[str]]
         drawn_by_class = drawn_pictures(data)
         return shared(drawn_by_class, data), drawn_by_class.classes
     if condition == "class":
-        return labelled(data)
+        return labelled(data, store=store)
 
     def asked_for(source: Source, under: str = "") -> Source:
         return Embedded(source, data_place(data.embeddings), under) if condition == "embedding" else source
 
-    def made(root: Path) -> Source:
+    def made(root: Any) -> Source:
+        if is_address(root):
+            return _shards(root, data, store, parts=())
         # One embeddings file serves both splits, which may contain images of the same name: prefix the split's folder.
         apart = root.is_dir() and root != data_place(data.path)
         return asked_for(_images(root, data, condition), f"{root.name}/" if apart else "")
@@ -205,7 +208,7 @@ def _possible(data: Any, condition: str) -> None:
 def _images(root: Path, data: Any, condition: str) -> Source:
     """Return the images below a folder, without other parts of a sample that are not needed."""
     if data.name == "shards":
-        return _shards(root, data, parts=())
+        return _shards(root, data, None, parts=())
     if data.name == "folder":
         return Images(root, data.channels)
     if condition != "image":
@@ -218,6 +221,11 @@ def both(data: Any, make: Make) -> dict[Split, Source]:
 
     Raise `BadData` if there is a validation folder but no training folder.
     """
+    if in_store(data):
+        if not isinstance(data.val, str):
+            return shared(make(data.path), data)
+        val = data.val if is_address(data.val) else f"{data.path.rstrip('/')}/{data.val}"
+        return {"train": make(data.path), "val": make(val)}
     root = data_place(data.path)
     if not isinstance(data.val, str):
         return shared(make(to_share(root, data)), data)

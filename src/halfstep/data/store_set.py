@@ -1,0 +1,258 @@
+"""Shards in an object store: find them with their index, index them by ranges, and fetch chunks of them. No torch.
+
+The functions with a `request` run in the store's process, or in a data worker.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+from halfstep.data.chunk_cache import ChunkCache
+from halfstep.data.file_state import FileState
+from halfstep.data.shard_index import SUFFIX, ShardIndex, ShardSet, alone, open_index, sweep, usable
+from halfstep.data.shard_patterns import expanded, is_pattern
+from halfstep.data.shard_scan import LONGEST_LABEL, MASK_PERSON, ShardRows, not_a_shard, read_label, scan_tar
+from halfstep.data.tar_members import DamagedTar, TarReader, digest_of
+from halfstep.errors import BadData
+from halfstep.files import cache_folder, renaming, storing
+from halfstep.store.address import StoreAddress, parse_address
+from halfstep.store.objects import PART, ObjectFacts, Store, StoredObject
+
+AT_ONCE = 4
+"""Chunks that are fetched at a time."""
+TRIES = 3
+"""How often a chunk with wrong bytes is read."""
+UNSURE = ".unsure"
+"""The end of the name of a chunk with wrong bytes: its samples are compared as they are read."""
+
+
+@dataclass(frozen=True)
+class StoredShards(ShardSet):
+    """The shards of a set in a store."""
+
+    store: Store
+    objects: list[StoredObject]
+    place: StoreAddress
+    """The address that was given."""
+    index_name: str
+    index: StoredObject | None
+    """The index next to the shards, if there is one."""
+
+    @property
+    def device(self) -> str:
+        """The address."""
+        return str(self.store.address)
+
+    @property
+    def requests(self) -> int:
+        """The range reads that an index of the shards takes."""
+        return sum(-(-one.size // PART) for one in self.objects)
+
+    def scan(self, number: int, is_stopped: Callable[[], bool]) -> ShardRows:
+        """Read a shard once, range by range; raise BadData where it cannot be used."""
+        one = self.objects[number]
+
+        @lru_cache(2)
+        def block(at: int) -> bytes:
+            return self.store.read(one.key, at, min(PART, one.size - at), one.tag)
+
+        def read_at(at: int, size: int) -> bytes:
+            blocks = range(at // PART * PART, min(at + size, one.size), PART)
+            start = at - at // PART * PART
+            return b"".join(map(block, blocks))[start : start + size]
+
+        try:
+            return scan_tar(TarReader(read_at, one.size), posixpath.basename(one.key), is_stopped)
+        except DamagedTar as error:
+            raise not_a_shard(f"{self.store.address}/{one.key}", str(error)) from None
+
+
+def find_shards(place: StoreAddress, patience: float) -> StoredShards:
+    """Return the shards at an address: those below it, or below `train` where there is one; a .tar, or a pattern.
+
+    Raises BadData where there are none.
+    """
+    named: list[str] = []
+    folder, index_name = place.prefix, f"halfstep{SUFFIX}"
+    if is_pattern(place.prefix) or place.prefix.endswith(".tar"):
+        named = expanded(place.prefix) if is_pattern(place.prefix) else [place.prefix]
+        folder = posixpath.commonpath([posixpath.dirname(name) for name in named])
+        index_name = f"{posixpath.basename(place.prefix)}{SUFFIX}"
+    store = Store(place._replace(prefix=folder), patience)
+    found = {one.key: one for one in store.list()}
+    if not named and any(key.startswith("train/") for key in found):
+        return find_shards(place._replace(prefix=f"{folder}/train".strip("/")), patience)
+    names = [name[len(folder) :].lstrip("/") for name in named]
+    names = names or sorted(key for key in found if key.lower().endswith(".tar") and "/." not in f"/{key}")
+    missing = [name for name in names if name not in found]
+    if missing or not names:
+        raise BadData(
+            f"{store.address}/{missing[0]} is not there" if missing else f"{store.address} holds no .tar",
+            allowed="an address of .tar shards, of one of them, or a pattern such as train-{000..003}.tar",
+            do="check data.path",
+        )
+    objects = [found[name] for name in names]
+    states = [FileState(one.size, int(one.modified.timestamp() * 1e9), _bits(one.tag), 0) for one in objects]
+    return StoredShards(Path(), names, states, store, objects, place, index_name, found.get(index_name))
+
+
+def _bits(tag: str) -> int:
+    return int.from_bytes(blake2b(tag.encode(), digest_size=8).digest(), "little")
+
+
+def _local_index(shards: StoredShards) -> Path:
+    """Download the index next to the shards, unless the cache has it; raise BadData where there is no usable one."""
+    index, newest = shards.index, max(shards.objects, key=lambda one: one.modified)
+    if index is None or index.modified < newest.modified:
+        older = f"an index that is older than {newest.key}" if index else f"no index {shards.index_name}"
+        raise BadData(
+            f"{shards.store.address} has {older}",
+            allowed="shards with an index, which names the bytes of each sample",
+            do=f"halfstep data index {shards.place}",
+        )
+    digest = blake2b(f"{shards.key()} {index.tag}".encode(), digest_size=16).hexdigest()
+    kept = cache_folder() / "shards" / f"{digest}{SUFFIX}"
+    room = f"a folder that this user can write, with room for {index.size:,} bytes"
+    do = "make room there, or set XDG_CACHE_HOME to another disk"
+    with storing(f"the index cannot be kept in {kept.parent}", allowed=room, do=do), alone(kept):
+        if usable(kept, shards) is None:
+            with renaming(kept) as draft, draft.open("wb") as file:
+                for part in shards.store.ranges(index.key, ObjectFacts(index.size, index.tag, index.modified)):
+                    file.write(part)
+            sweep(kept)
+    if usable(kept, shards) is None:
+        kept.unlink(missing_ok=True)
+        raise BadData(
+            f"{shards.store.address}/{index.key} is damaged, or the index of other shards",
+            allowed="the index of the shards next to it",
+            do=f"halfstep data index {shards.place}",
+        )
+    return kept
+
+
+class Place(TypedDict):
+    """The part of every request that names the store."""
+
+    address: str
+    patience: float
+
+
+class FoundSet(NamedTuple):
+    """The reply of `open_set`."""
+
+    address: str
+    """Where the shards are."""
+    index_path: str
+    """The local copy of the index."""
+    tags: list[str]
+    classes: list[str]
+    """The contents of `classes.txt` next to the shards and one folder up, their bytes as latin-1."""
+
+
+def open_set(request: Place) -> FoundSet:
+    """Find the shards at an address, and copy their index to this machine."""
+    shards = find_shards(parse_address(request["address"], "data.path"), request["patience"])
+    path, address = _local_index(shards), shards.store.address
+    whole = Store(address._replace(prefix=""), request["patience"])
+    first = posixpath.dirname(posixpath.join(address.prefix, shards.names[0]))
+    listed = dict.fromkeys(posixpath.join(folder, "classes.txt") for folder in (first, posixpath.dirname(first)))
+    texts = [whole.read_whole(key) for key in listed if (facts := whole.size_and_tag(key)) and facts.size < 2**20]
+    return FoundSet(
+        str(address), str(path), [one.tag for one in shards.objects], [one.decode("latin-1") for one in texts]
+    )
+
+
+class Chunk(NamedTuple):
+    """A range of a shard, which is read at once."""
+
+    shard: int
+    start: int
+    size: int
+    tag: str
+    name: str
+    """The name in the cache."""
+    samples: list[int]
+    """The samples that are whole in it."""
+
+
+class ChunksRequest(Place):
+    """The request of `fetch_chunks`."""
+
+    index: str
+    folder: str
+    """The cache."""
+    limit: int
+    verify: bool
+    chunks: list[Any]
+    """The fields of each Chunk."""
+
+
+def fetch_chunks(request: ChunksRequest) -> None:
+    """Read chunks into the cache, several at a time; every sample is compared with its digest before."""
+    store, index = _store(request["address"], request["patience"]), _index(request["index"])
+    cache = ChunkCache(Path(request["folder"]), request["limit"])
+    chunks = [Chunk(*one) for one in request["chunks"]]
+    if len(chunks) == 1:
+        _fetch(store, index, cache, chunks[0], request["verify"])
+        return
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(lambda chunk: _fetch(store, index, cache, chunk, request["verify"]), chunks))
+
+
+def _fetch(store: Store, index: ShardIndex, cache: ChunkCache, chunk: Chunk, verify: bool) -> None:
+    if cache.touch(chunk.name):
+        return
+    with alone(cache.folder / chunk.name):
+        if cache.touch(chunk.name) or cache.touch(chunk.name + UNSURE):
+            return
+        for _ in range(TRIES if verify else 1):
+            content = store.read(index.names[chunk.shard], chunk.start, chunk.size, chunk.tag)
+            is_right = not verify or _is_right(memoryview(content), index, chunk)
+            if is_right:
+                break
+        cache.keep(chunk.name if is_right else chunk.name + UNSURE, content)
+
+
+def _is_right(content: memoryview, index: ShardIndex, chunk: Chunk) -> bool:
+    for row in map(index.row, chunk.samples):
+        at, mask_at = row.image - chunk.start, row.mask - chunk.start
+        found = digest_of(content[at : at + row.image_size])
+        if row.mask >= 0:
+            found ^= digest_of(content[mask_at : mask_at + row.mask_size], MASK_PERSON)
+        label_at = row.label_at - chunk.start
+        label = bytes(content[label_at : label_at + LONGEST_LABEL + 1]) if row.label >= 0 else b""
+        if found != row.digest or read_label(label) != row.label:
+            return False
+    return True
+
+
+class RangeRequest(Place):
+    """The request of `read_range`."""
+
+    key: str
+    start: int
+    size: int
+    tag: str
+
+
+def read_range(request: RangeRequest) -> str:
+    """Return a few bytes of a shard as latin-1."""
+    store = _store(request["address"], request["patience"])
+    return store.read(request["key"], request["start"], request["size"], request["tag"]).decode("latin-1")
+
+
+@lru_cache(4)
+def _store(address: str, patience: float) -> Store:
+    return Store(parse_address(address, "data.path"), patience)
+
+
+@lru_cache(4)
+def _index(path: str) -> ShardIndex:
+    return open_index(Path(path))
