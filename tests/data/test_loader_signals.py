@@ -121,7 +121,7 @@ def begins_in_a_storm() -> None:
 def program(name: str, method: str = "fork", start: Any = ForkedPython) -> Iterator[Any]:
     """This file as a program, by default forked from a process that has torch loaded."""
     words = [sys.executable, __file__, name, method]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = start(words, **pipes, env=environment, start_new_session=True)
     try:

@@ -29,5 +29,5 @@ def run() -> Outcome:
         optimizer.step()
     again = small_llama(torch.float32, tied=True)
     again.load_state_dict(model.state_dict())
-    off = float((again.model.embed_tokens.weight - model.model.embed_tokens.weight.float()).abs().max())
+    off = (again.model.embed_tokens.weight - model.model.embed_tokens.weight.float()).abs().max().item()
     return Outcome(good=off < 0.01, seen=f"loaded again, the embedding is {off:.2f} off", word="embedding lost")
