@@ -93,7 +93,7 @@ def test_an_evaluation_is_a_page_in_a_notebook(runs: dict[str, Path]) -> None:
     finished = open_finished(runs["classification"], weights="best", precision=None, own=None)
     found = measure_weights(finished, "validation", lambda done, of: None).report
     assert "<table" in found._repr_html_()
-    assert "taken for" in found._repr_html_()
+    assert "predicted" in found._repr_html_()
     assert str(found) in halfstep("evaluate", runs["classification"]).stdout
 
 

@@ -100,8 +100,8 @@ def test_predict_writes_masks_or_a_table(trained: tuple[str, Path], images: Path
         (["train", "segmentation_tiny", "optimizer.lr=-1"], 78, "optimizer.lr"),
         (["train", "no/such.yaml"], 78, "no/such.yaml"),
         (["train", "segmentation_tiny", "--task", "absent.py"], 78, "absent.py"),
-        (["evaluate", "no/such/run"], 65, "no run"),
-        (["predict", "no/such/run", "."], 65, "no run"),
+        (["evaluate", "no/such/run"], 65, "there is no folder"),
+        (["predict", "no/such/run", "."], 65, "there is no folder"),
         (["evaluate", ".", "--bf16", "--fp16"], 78, "bf16"),
     ],
 )
