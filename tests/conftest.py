@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
@@ -37,6 +38,10 @@ from tests.support.ranks import Ranks
 
 # Several workers with several threads each would fight over the cores.
 torch.set_num_threads(1)
+# nohup and a shell's & start programs that ignore these; tests send them.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 curves.leave_out()
 
 

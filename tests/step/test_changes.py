@@ -150,7 +150,7 @@ class Holds(nn.Module):
 
 
 def resize(m: Any) -> None:
-    m.kept.resize_(7)
+    m.kept.resize_(7).fill_(1.0)  # new elements are unset memory: NaN at times
 
 
 def set_sparse(m: Any) -> None:
@@ -167,7 +167,7 @@ BUFFERS = {
     "sparse": (torch.eye(3).to_sparse(), set_sparse),
     "boolean": (torch.zeros(3, dtype=torch.bool), lambda m: m.kept.logical_not_()),
     "complex": (torch.zeros(3, dtype=torch.complex64), lambda m: m.kept.add_(1j)),
-    "empty": (torch.zeros(0), lambda m: m.kept.resize_(2)),
+    "empty": (torch.zeros(0), lambda m: m.kept.resize_(2).zero_()),
 }
 
 

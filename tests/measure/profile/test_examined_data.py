@@ -30,8 +30,8 @@ def test_waiting_for_data_is_told_from_computing() -> None:
 
     arm = Candidate(case, StepSetting("fp32", microbatches=2), observe=False)
     found = fed(arm, CaseData(batches, read, workers=0), seconds=0.5)
-    assert found.wait >= 0.1  # two batches a step
-    assert found.read >= 0.1
+    assert found.wait >= 0.09  # two batches a step; time without a core is subtracted
+    assert found.read >= 0.09
     assert found.read_cpu < found.read / 2
     assert found.wait_share > 0.5
     assert found.warming is not None
