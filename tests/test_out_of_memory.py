@@ -246,6 +246,7 @@ def with_little_memory() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
 @pytest.mark.slow
+@pytest.mark.wording
 def test_the_command_ends_with_the_ledger_and_the_line_to_type(tmp_path: Path) -> None:
     words = ["segmentation_tiny", "--fp32", "--size", "64", "--crop", "64", "--width", "32", "--samples", "120"]
     more = ("--batch_size", "80", f"run.dir={tmp_path / 'run'}")

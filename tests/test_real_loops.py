@@ -51,6 +51,7 @@ def test_there_are_enough_loops_in_many_families() -> None:
     assert len({loop.family for loop in loops.values()}) >= 12
 
 
+@pytest.mark.wording
 def test_a_quick_part_of_them_holds() -> None:
     known = real_loops.all_loops()
     with warnings.catch_warnings():

@@ -136,6 +136,7 @@ def clipped_too_early(rank: int) -> str:
     return "not noticed"
 
 
+@pytest.mark.wording
 def test_clipping_too_early_is_noticed_under_ddp(on_ranks: Ranks) -> None:
     assert all("gradients of AdamW were written" in said for said in on_ranks(clipped_too_early))
 

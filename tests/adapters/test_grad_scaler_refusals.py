@@ -83,12 +83,14 @@ def test_clipping_before_unscaling(bench: Bench, call: str, clip: Any) -> None:
     assert "unscale_(optimizer) before clip_grad_norm_" in error.do
 
 
+@pytest.mark.wording
 def test_a_backward_that_was_not_scaled(bench: Bench) -> None:
     bench.backward()
     bench.loss().backward()
     refused(bench, lambda: bench.scaler.step(bench.optimizer), "a backward that was not scaled")
 
 
+@pytest.mark.wording
 def test_a_step_of_the_optimizer_in_a_window() -> None:
     bench = Bench()
     bench.window()
@@ -114,6 +116,7 @@ def test_limit_a_step_of_the_optimizer_in_the_first_window() -> None:
         unknown.scaler.update()
 
 
+@pytest.mark.wording
 def test_gradients_of_a_skipped_step_are_not_applied_beside_it() -> None:
     bench = Bench(precision="bf16")
     bench.window()
@@ -126,6 +129,7 @@ def test_gradients_of_a_skipped_step_are_not_applied_beside_it() -> None:
     refused(bench, bench.optimizer.step, "called directly")
 
 
+@pytest.mark.wording
 def test_an_update_that_is_missing(bench: Bench) -> None:
     bench.backward()
     bench.scaler.step(bench.optimizer)
@@ -134,6 +138,7 @@ def test_an_update_that_is_missing(bench: Bench) -> None:
         refused(bench, lambda call=call: call(bench.optimizer), r"after its step\(\), and no update\(\)")
 
 
+@pytest.mark.wording
 def test_an_update_too_many(bench: Bench) -> None:
     bench.backward()
     refused(bench, bench.scaler.update, r"update\(\) without step\(\)")  # after every micro-batch, for example
@@ -142,12 +147,14 @@ def test_an_update_too_many(bench: Bench) -> None:
     refused(bench, bench.scaler.update, r"update\(\) without step\(\)")
 
 
+@pytest.mark.wording
 def test_a_step_without_scale(bench: Bench) -> None:
     bench.loss().backward()
     for call in (bench.scaler.unscale_, bench.scaler.step):
         refused(bench, lambda call=call: call(bench.optimizer), r"without scale\(\) since the last update")
 
 
+@pytest.mark.wording
 def test_unscaling_in_every_microbatch(bench: Bench) -> None:
     bench.backward()
     bench.scaler.unscale_(bench.optimizer)
@@ -155,6 +162,7 @@ def test_unscaling_in_every_microbatch(bench: Bench) -> None:
     refused(bench, lambda: bench.scaler.scale(bench.loss()).backward(), "a backward pass into gradients that unscale_")
 
 
+@pytest.mark.wording
 def test_unscaling_and_updating_in_every_microbatch(bench: Bench) -> None:
     """The remedy that people find for the message above: the scale changes inside a window, and gradients mix."""
     bench.backward()
@@ -163,12 +171,14 @@ def test_unscaling_and_updating_in_every_microbatch(bench: Bench) -> None:
     refused(bench, lambda: bench.scaler.scale(bench.loss()).backward(), "a backward pass into gradients that unscale_")
 
 
+@pytest.mark.wording
 def test_an_optimizer_without_gradients(bench: Bench) -> None:
     bench.backward()
     other = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
     refused(bench, lambda: bench.scaler.step(other), "no parameter of SGD has a gradient")
 
 
+@pytest.mark.wording
 def test_a_closure() -> None:
     bench = Bench()
     bench.backward()

@@ -161,6 +161,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.wording
 def test_a_mistake_is_refused_reported_or_fixed_by_name(name: str, way: int, tmp_path: Path) -> None:
     make, precision, expected = MISTAKES[name]
     model = make(tmp_path)
@@ -216,6 +217,7 @@ def test_a_frozen_encoder_next_to_a_trained_head_is_healthy() -> None:
 # -- other libraries --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_accelerate_refuses_by_name() -> None:
     import halfstep
     from zoo.real_accelerate import fresh_accelerator
@@ -233,6 +235,7 @@ def test_accelerate_refuses_by_name() -> None:
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
 
 
+@pytest.mark.wording
 def test_lightning_refuses_by_name() -> None:
     lightning = pytest.importorskip("lightning")
     from halfstep.adapters.lightning import HalfstepPrecision

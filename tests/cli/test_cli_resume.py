@@ -41,6 +41,7 @@ def until_step(folder: Path, number: int, process: Command) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
+@pytest.mark.wording
 def test_a_command_that_is_stopped_goes_on_when_it_is_typed_again(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     alone = started(whole)

@@ -210,6 +210,7 @@ def test_oxford_pets_has_masks_and_a_folder_per_breed(mirror: Mirror, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["../../../../x_1", "Abyssinian_77", "..", "a b c"])
+@pytest.mark.wording
 def test_a_list_that_names_other_files_is_refused(mirror: Mirror, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     publish_pets(mirror, monkeypatch, {**PETS, "test": ["Abyssinian_4", name]})
     with pytest.raises(DownloadFailed, match="annotations"):
@@ -221,6 +222,7 @@ def fetch(file: RemoteFile, folder: Path) -> Path:
     return file.fetch(folder, lambda done, total: None)
 
 
+@pytest.mark.wording
 def test_another_file_than_the_known_one_is_refused(mirror: Mirror, tmp_path: Path) -> None:
     known = mirror.put("a", b"something")
     for other in (b"somewhere", b"something longer"):
@@ -232,6 +234,7 @@ def test_another_file_than_the_known_one_is_refused(mirror: Mirror, tmp_path: Pa
     assert fetch(known, tmp_path).read_bytes() == b"something"
 
 
+@pytest.mark.wording
 def test_a_download_that_breaks_off_is_done_again(mirror: Mirror, tmp_path: Path) -> None:
     known = mirror.put("a", b"something")
     mirror.put("a", b"some")
@@ -244,6 +247,7 @@ def test_a_download_that_breaks_off_is_done_again(mirror: Mirror, tmp_path: Path
     assert fetch(known, tmp_path) == tmp_path / "a", "what is complete is not downloaded again"
 
 
+@pytest.mark.wording
 def test_a_server_that_cannot_be_used_is_named(mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:

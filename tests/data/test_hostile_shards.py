@@ -110,6 +110,7 @@ def scanned(folder: Path) -> tuple[dict[str, tuple[str, float]], float]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
+@pytest.mark.wording
 def test_each_is_refused_by_name_in_little_time_and_memory(tmp_path: Path) -> None:
     assert len(HOSTILE) >= 30
     for name, make in HOSTILE.items():
@@ -137,6 +138,7 @@ def many(path: Path, count: int) -> Path:
     return path
 
 
+@pytest.mark.wording
 def test_too_many_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tar_members, "MOST_MEMBERS", 1000)
     assert len(scan_shard(many(tmp_path / "most.tar", 1000)).image) == 1000

@@ -88,6 +88,7 @@ def test_other_bytes_are_found(tmp_path: Path, damage: str) -> None:
     assert shard_change(source, 0)
 
 
+@pytest.mark.wording
 def test_files_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing")
     with pytest.raises(BadData, match=r"a\.parquet cannot be used: no Parquet file"):
@@ -104,6 +105,7 @@ def test_files_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
         open_shards(tmp_path / "hub")
 
 
+@pytest.mark.wording
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet", 2)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)

@@ -195,6 +195,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.wording
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     root = small(tmp_path / "a.tar", 3 * PAGE)
     write_index(root, shards_at(root), silent)
@@ -215,6 +216,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     assert Shards(root).index.path == path
 
 
+@pytest.mark.wording
 def test_a_page_is_verified_when_it_is_first_used(tmp_path: Path) -> None:
     root = small(tmp_path / "a.tar", 3 * PAGE)
     write_index(root, shards_at(root), silent)
@@ -321,6 +323,7 @@ def replace_unseen(source: Shards, path: Path, content: bytes) -> None:
     source._states[:] = shards_at(path).states
 
 
+@pytest.mark.wording
 def test_a_shard_replaced_after_indexing_is_named_with_its_sample(tmp_path: Path) -> None:
     path = small(tmp_path / "a.tar", 60)
     source = Shards(path)

@@ -193,6 +193,7 @@ def test_the_end_token_of_a_given_tokenizer(written: TokensReport, tmp_path: Pat
     assert open_tokenizer(tmp_path).end == read_tokenizer(tmp_path).token_to_id("b")
 
 
+@pytest.mark.wording
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingExtra, match="text"):
@@ -345,6 +346,7 @@ def test_a_damaged_index_is_refused(damage: dict[str, object], tmp_path: Path) -
         TokenArray(folder, "train")
 
 
+@pytest.mark.wording
 def test_shards_that_are_missing_or_cut_are_refused_before_the_first_step(tmp_path: Path) -> None:
     folder = made(tmp_path / "t", list(range(1, 101)), [100], shard=40)
     (folder / "train-00001.bin").write_bytes(b"\0" * 10)

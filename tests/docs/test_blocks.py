@@ -48,6 +48,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if blocks(page)])
+@pytest.mark.wording
 def test_the_blocks_of(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _run(page, tmp_path, full=False)

@@ -60,6 +60,7 @@ def test_a_repair_removes_its_finding_and_brings_no_other(project: Path, tmp_pat
 
 
 @pytest.mark.parametrize("project", PROJECTS, ids=lambda path: path.name)
+@pytest.mark.wording
 def test_every_contradiction_says_what_to_write_and_no_setting_is_edited_in_python(
     project: Path, tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_the_page_is_written_as_a_document_too(name: str, what: list[str]) -> No
 
 
 @pytest.mark.parametrize("name", ["doctor.pdf", "doctor", "doctor.md.txt"])
+@pytest.mark.wording
 def test_other_documents_are_refused_before_anything_is_changed(name: str) -> None:
     before = Path("configs/radio_train_m.yaml").read_bytes()
     words = ["configs/radio_train_m.yaml", "--accelerate", "default_config.yaml", "--fix", "bf16", "--report", name]

@@ -95,6 +95,7 @@ def update(scaler, loss, model, optimizer):
 """
 
 
+@pytest.mark.wording
 def test_one_mistake_in_many_files_is_one_entry_and_its_paths_are_whole() -> None:
     folder = "a_long_name_for_a_folder/that_is_wider_than_a_terminal/with_the_scripts_of_a_project"
     Path(folder).mkdir(parents=True)
@@ -187,6 +188,7 @@ def test_fix_with_a_name_makes_every_setting_ask_for_it(name: str, wanted: str) 
         ("script_against_its_file", "fp16", "autocast(dtype=torch.float16)"),
     ],
 )
+@pytest.mark.wording
 def test_a_script_that_asks_for_another_precision_is_left_to_its_author(name: str, wanted: str, line: str) -> None:
     folder = project(name)
     before = {path: path.read_bytes() for path in folder.rglob("*.*")}

@@ -184,6 +184,7 @@ def test_a_file_is_one_valid_document_whatever_names_hold() -> None:
     assert "no finite numbers" in svg_document([])
 
 
+@pytest.mark.wording
 def test_a_chart_takes_svg_and_names_it_for_png(tmp_path: Path) -> None:
     check_svg(tmp_path / "a.svg", "--picture")
     with pytest.raises(WrongUse) as raised:

@@ -50,6 +50,7 @@ def run(guardian: Guardian, stream: list[float], first: int = 0) -> list[str | N
 @pytest.mark.parametrize(
     ("spikes", "points"), [("off", (33, 82)), ("warn", (1, 19, 47, 62, 79, 84)), ("refuse", (33, 82))]
 )
+@pytest.mark.wording
 def test_decisions_are_the_same_after_saving_at_any_point(spikes: str, points: tuple[int, ...]) -> None:
     stream = factors(0, 80)
     whole, told = new(spikes)

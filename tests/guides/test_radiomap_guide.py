@@ -105,6 +105,7 @@ def test_the_problem_that_it_had_before() -> None:
     assert doctor("configs/before.yaml", "--accelerate", "default_config.yaml").exit_code == 0
 
 
+@pytest.mark.wording
 def test_the_launchers_settings_are_pointed_at_where_it_keeps_them() -> None:
     """As in ~/.cache/huggingface/accelerate/default_config.yaml."""
     Path("hf/accelerate").mkdir(parents=True)

@@ -75,6 +75,7 @@ def test_the_other_way_out() -> None:
         "precision: fp16\n",
     ],
 )
+@pytest.mark.wording
 def test_whatever_is_written_it_agrees_afterwards_or_is_as_before(script: str, wanted: str) -> None:
     Path("train.yaml").write_bytes(script.encode())
     refused = None

@@ -214,6 +214,7 @@ def test_the_client_reports_no_usage_and_starts_no_thread() -> None:
     subprocess.run([sys.executable, "-c", FRESH], env=kept, check=True, timeout=120)
 
 
+@pytest.mark.wording
 def test_without_the_package_the_line_to_type_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "halfstep.journal.mlflow")
     monkeypatch.setitem(sys.modules, "mlflow.tracking", None)

@@ -32,6 +32,7 @@ def found(screen: str, name: str, words: str) -> bool:
     )
 
 
+@pytest.mark.wording
 def test_fifteen_of_fifteen_are_found_and_named(checked: Terminal) -> None:
     assert len(FAULTS) == len({fault.name for fault in FAULTS}) == 15
     missed = [f"{fault.name}: {fault.plant.__name__}" for fault in FAULTS if not found(checked.text, *fault[::2])]
@@ -57,6 +58,7 @@ def test_a_healthy_folder_is_called_healthy(desk: Desk) -> None:
     assert terminal.text.count("\n") <= 40
 
 
+@pytest.mark.wording
 def test_a_folder_of_classes_is_checked_too(desk: Desk) -> None:
     folder = classes(desk.folder / "mine", of_each=6)
     (folder / "empty").mkdir()

@@ -29,6 +29,7 @@ LARGE = {"torch", "torchvision", "torchmetrics", "timm", "segmentation_models_py
         (("data", "check", "nowhere"), None, "nowhere"),
     ],
 )
+@pytest.mark.wording
 def test_help_and_mistakes_load_nothing_large(desk: Desk, words: tuple[str, ...], code: int | None, said: str) -> None:
     with desk.type(*words, environment=TELL_IMPORTS) as terminal:
         ended = terminal.finish(60)

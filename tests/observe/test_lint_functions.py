@@ -102,6 +102,7 @@ def test_a_weight_that_is_not_trained_counts_too() -> None:
     assert not found(model)
 
 
+@pytest.mark.wording
 def test_a_graph_that_was_walked_before_is_no_trouble() -> None:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         hidden = model(x)
@@ -112,6 +113,7 @@ def test_a_graph_that_was_walked_before_is_no_trouble() -> None:
         assert stepper(between(Layer(Bare))).step(loss_fn, torch.randn(4, 8)).applied
 
 
+@pytest.mark.wording
 def test_it_is_a_warning_that_a_person_sees() -> None:
     with pytest.warns(UserWarning, match="Bare takes"):
         stepper(between(Layer(Bare))).step(mse, torch.randn(4, 8))
@@ -171,6 +173,7 @@ def test_later_steps_are_not_looked_at() -> None:
     assert not ours.findings
 
 
+@pytest.mark.wording
 def test_the_context_form_is_looked_at_too() -> None:
     ours = stepper(model := between(Layer(Bare)))
     with ours.forward():
@@ -180,6 +183,7 @@ def test_the_context_form_is_looked_at_too() -> None:
     assert ours.apply().applied
 
 
+@pytest.mark.wording
 def test_each_of_several_losses_is_looked_at() -> None:
     model = nn.ModuleDict({"a": between(Layer(AsTheRun)), "b": between(Layer(Bare))})
     optimizers = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in model.items()}

@@ -123,6 +123,7 @@ def test_shares_are_of_the_counted_work() -> None:
     assert {row.path: row.share for row in table} == {p: w / sum(work.values()) for p, w in work.items()}
 
 
+@pytest.mark.wording
 def test_a_model_without_such_a_layer_is_refused() -> None:
     with pytest.raises(PrecisionRefused, match="K=8"):
         stepper("fp8", nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
@@ -229,6 +230,7 @@ def test_a_skip_changes_nothing(kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before[0].values(), after[0].values(), strict=True))
 
 
+@pytest.mark.wording
 def test_another_conversion_is_refused() -> None:
     saved = {name: stepper(name).state_dict() for name in ("fp8", "fp8-rowwise", "bf16")}
     for name in saved:
@@ -244,6 +246,7 @@ def test_another_conversion_is_refused() -> None:
         policy.load_state_dict(saved["fp8"])
 
 
+@pytest.mark.wording
 def test_a_layer_that_the_user_converted_is_part_of_the_state() -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -103,6 +103,7 @@ def test_one_setting_is_explained_alone() -> None:
     assert "did you mean 'optimizer.lr'" in call("explain", "unet", "optimizer.lrr").output
 
 
+@pytest.mark.wording
 def test_the_order_of_shards_is_explained_once_they_have_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

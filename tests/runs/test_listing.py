@@ -219,6 +219,7 @@ def test_names_that_speak_to_a_terminal(tmp_path: Path) -> None:
     harmless(halfstep(tmp_path, "--json"))
 
 
+@pytest.mark.wording
 def test_a_folder_without_runs_and_one_that_is_not_there(tmp_path: Path) -> None:
     assert halfstep(tmp_path).stdout == f"no runs in {tmp_path}\n"
     missing = halfstep(tmp_path / "missing")

@@ -52,6 +52,7 @@ def test_verify_returns_what_is_wrong(copied: Path) -> None:
     assert "bad-data" in report._repr_html_()
 
 
+@pytest.mark.wording
 def test_evaluate_returns_the_figures_of_the_command(run: Path, tmp_path: Path) -> None:
     table = tmp_path / "samples.csv"
     report = halfstep.evaluate(run, csv=table)

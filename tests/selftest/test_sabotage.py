@@ -52,6 +52,7 @@ def test_a_part_passes(part: str) -> None:
 
 
 @pytest.mark.parametrize("name", HERE)
+@pytest.mark.wording
 def test_a_sabotage_makes_its_part_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sabotage = HERE[name]
     sabotage.apply(lambda owner, attribute, value: monkeypatch.setattr(owner, attribute, value))

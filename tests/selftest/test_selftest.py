@@ -115,6 +115,7 @@ def test_a_failure_and_a_bug_are_told_without_paths(monkeypatch: pytest.MonkeyPa
     )
 
 
+@pytest.mark.wording
 def test_what_cannot_run_is_skipped_and_never_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     row = ended(monkeypatch, PartSkipped("one device only"))
     assert (row["result"], row["figure"]) == (SKIPPED, "one device only")
@@ -181,6 +182,7 @@ def test_the_list_has_every_part() -> None:
         pytest.param(["--device", "cuda:99"], "device 'cuda:99' is not on this machine", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.wording
 def test_wrong_words_end_before_anything_runs(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +196,7 @@ def test_wrong_words_end_before_anything_runs(
     assert [path.name for path in tmp_path.iterdir()] == ["folder.json"]
 
 
+@pytest.mark.wording
 def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)

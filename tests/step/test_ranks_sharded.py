@@ -224,6 +224,7 @@ def test_an_island_keeps_its_weights_in_fp32_under_a_mixed_precision_policy(four
     assert four(island_under_policy, True) == [(True, ["torch.float32"], "")] * 4
 
 
+@pytest.mark.wording
 def test_an_island_that_shares_a_shard_with_others_is_refused(four: Ranks) -> None:
     for applied, _, words in four(island_under_policy, False):
         assert not applied

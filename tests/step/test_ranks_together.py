@@ -278,6 +278,7 @@ def one_dies(rank: int) -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.wording
 def test_a_rank_that_dies_is_told_as_what_it_is() -> None:
     ranks = Ranks(2)
     try:

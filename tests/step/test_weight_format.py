@@ -293,6 +293,7 @@ class Prodigy(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.wording
 def test_an_optimizer_with_its_own_step_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_format, "LARGEST_PIECE", 100)
     model = net()
@@ -564,6 +565,7 @@ def test_tied_and_tiny_parameters_in_groups_with_a_nan_between(form: str) -> Non
     assert first.model.head.weight is first.model.table.weight
 
 
+@pytest.mark.wording
 def test_a_state_of_another_format_is_refused() -> None:
     split, stochastic = make(SPLIT, 0), make(STOCHASTIC, 0)
     model = net()
@@ -579,6 +581,7 @@ def test_a_state_of_another_format_is_refused() -> None:
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_bf16_weights_are_taken_by_name_only() -> None:
     model = net().bfloat16()
     with pytest.raises(WrongUse) as refused:
@@ -634,6 +637,7 @@ def test_a_wrapper_round_an_optimizer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("package", "name"), [("torchao.optim", "CPUOffloadOptimizer"), ("bitsandbytes.optim.adamw", "PagedAdamW8bit")]
 )
+@pytest.mark.wording
 def test_optimizers_that_offload_by_themselves_are_refused(package: str, name: str) -> None:
     model = net()
     kind = type(name, (torch.optim.SGD,), {"__module__": package})

@@ -40,6 +40,7 @@ def check_chunk(first: int) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, 100, CHUNK))
+@pytest.mark.wording
 def test_a_run_ends_as_if_its_bad_steps_had_not_been(first: int) -> None:
     check_chunk(first)
 

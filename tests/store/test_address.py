@@ -40,6 +40,7 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(text: str) -> No
     assert "KEY" not in str(caught.value).replace("AWS_ACCESS_KEY_ID", "").replace("AWS_SECRET_ACCESS_KEY", "")
 
 
+@pytest.mark.wording
 def test_without_the_package_the_line_to_type_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra) as caught:

@@ -59,6 +59,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize("fault", TABLE, ids=lambda fault: fault.name.replace(" ", "-"))
+@pytest.mark.wording
 def test_each_fault_ends_as_stated(in_store: InStore, fault: Fault) -> None:
     calls: dict[str, dict[str, Any]] = {
         READ: {"key": "data", "start": 1000, "size": SIZE},

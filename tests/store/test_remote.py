@@ -188,6 +188,7 @@ def test_an_older_launch_ends_with_73(in_store: InStore, tmp_path: Path, monkeyp
     assert not (tmp_path / "first" / "run" / "result.json").exists()
 
 
+@pytest.mark.wording
 def test_the_place_of_another_run_is_refused(in_store: InStore, tmp_path: Path) -> None:
     fit(tmp_path / "first", in_store)
     fit(tmp_path / "second", None, train__epochs=1)
@@ -205,6 +206,7 @@ def _begun(folder: Path) -> Path:
     return folder / "run"
 
 
+@pytest.mark.wording
 def test_a_folder_behind_its_store_is_refused(in_store: InStore, tmp_path: Path) -> None:
     interrupted(tmp_path / "first", in_store)
     fit(tmp_path / "second", in_store)

@@ -94,6 +94,7 @@ def test_a_run_is_the_same_as_from_local_files(in_store: InStore, local: Path, t
     assert in_store.proxy.requests(GET, ".tar") < 130 * 8 / 2
 
 
+@pytest.mark.wording
 def test_the_command_builds_the_index_by_ranges_and_prints_the_cost_first(
     in_store: InStore, local: Path, tmp_path: Path
 ) -> None:
@@ -222,6 +223,7 @@ def test_an_index_whose_answer_is_lost_is_there(in_store: InStore, local: Path, 
     assert StoreShards(address).index.seal == Shards(local).index.seal
 
 
+@pytest.mark.wording
 def test_a_listing_that_lags_is_no_smaller_set(in_store: InStore, local: Path) -> None:
     address = uploaded(in_store, local)
     in_store.proxy.hidden.add("s-02.tar")
@@ -229,6 +231,7 @@ def test_a_listing_that_lags_is_no_smaller_set(in_store: InStore, local: Path) -
         StoreShards(address)
 
 
+@pytest.mark.wording
 def test_what_a_store_cannot_have_is_refused(in_store: InStore, local: Path, tmp_path: Path) -> None:
     address = uploaded(in_store, local)
     with pytest.raises(BadRecipe, match=r"store\.cache"):
@@ -256,6 +259,7 @@ def chunks(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("[0-9a-f]*"))
 
 
+@pytest.mark.wording
 def test_the_oldest_chunk_goes_and_never_one_that_is_open(tmp_path: Path) -> None:
     cache = ChunkCache(tmp_path, 300)
     for name in ("a1", "b2", "c3"):

@@ -53,6 +53,7 @@ def with_little_patience() -> None:
     store_check.check_store.__defaults__ = (2.0,)
 
 
+@pytest.mark.wording
 def test_a_store_that_is_not_there(in_store: InStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     code, out, _ = Command("doctor", in_store.address, before=with_little_patience).ended()

@@ -20,6 +20,7 @@ def autoencoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.wording
 def test_forced_into_fp16_it_fails_and_the_guard_names_it_and_its_island(autoencoder: Path, tmp_path: Path) -> None:
     found = denoised(tmp_path, "without", autoencoder, STEPS, FORCED, "guard.mode=watch")
     assert found["ended"] == "diverged"

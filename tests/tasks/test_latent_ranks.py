@@ -87,6 +87,7 @@ def asked_on_the_second(images: Tensor) -> Tensor:
     return encode(images) if distributed.rank() == 0 else stop_asked(images)
 
 
+@pytest.mark.wording
 def test_where_one_process_is_asked_to_stop_both_do(on_ranks: Ranks, tmp_path: Path) -> None:
     place = str(tmp_path / "both")
     found = on_ranks(kept_on, [place, place], asked_on_the_second, False)

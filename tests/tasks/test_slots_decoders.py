@@ -171,6 +171,7 @@ def test_the_signal_keeps_its_variance_after_four_layers() -> None:
     assert 0.5 < decoded.square().mean().item() < 4.0  # the last layer has no ReLU behind it
 
 
+@pytest.mark.wording
 def test_weights_with_the_names_of_an_earlier_version_are_refused_by_name(tmp_path: Path) -> None:
     attention, file = Attention(8, 2), tmp_path / "old.safetensors"
     renamed = {"query": "ask", "key_value": "answer"}

@@ -265,6 +265,7 @@ def test_a_base_is_loaded_with_its_weights(base: Path) -> None:
         task.model()
 
 
+@pytest.mark.wording
 def test_tokens_of_another_tokenizer_or_a_longer_window_are_refused(base: Path) -> None:
     with pytest.raises(BadData, match="--tokenizer"):
         made("text", model={"base": str(base)}, data={"vocabulary": 400}).model()
@@ -282,6 +283,7 @@ def test_tokens_of_another_tokenizer_or_a_longer_window_are_refused(base: Path) 
         ({"heads": 4, "kv_heads": 3}, "model.kv_heads"),
     ],
 )
+@pytest.mark.wording
 def test_settings_that_cannot_work_name_what_to_type(model: dict[str, Any], line: str) -> None:
     with pytest.raises(BadRecipe) as refused:
         text(**model)

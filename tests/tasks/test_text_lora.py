@@ -140,6 +140,7 @@ def test_names_that_match_nothing_are_refused(base: Path, adapter: dict[str, Any
         adapted(base, **adapter).model()
 
 
+@pytest.mark.wording
 def test_without_bitsandbytes_the_extra_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(halfstep.errors, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
     with pytest.raises(halfstep.errors.MissingExtra, match="text"):
@@ -204,6 +205,7 @@ def test_an_interrupted_run_goes_on_exactly(run: Path, base: Path, tmp_path: Pat
     assert (run / "last.safetensors").read_bytes() == (tmp_path / "run" / "last.safetensors").read_bytes()
 
 
+@pytest.mark.wording
 def test_another_base_is_refused(run: Path, base: Path, tmp_path: Path) -> None:
     content = (base / "model.safetensors").read_bytes()
     changed = bytearray(content)

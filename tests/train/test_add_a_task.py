@@ -54,6 +54,7 @@ def test_it_learns(precision: str) -> None:
         assert picture.size == (40, 24)
 
 
+@pytest.mark.wording
 def test_its_settings_are_checked() -> None:
     words = ["train", "my_recipe.yaml", "--task", "my_task.py", "data.noise=-1", "run.dir=runs/wrong"]
     done = CliRunner().invoke(main.build(), words, prog_name="halfstep")

@@ -163,6 +163,7 @@ def test_a_batch_that_was_written_to_is_said_to_be(run: Path) -> None:
 # -- what cannot be kept ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wording
 def test_a_batch_of_other_things_is_recorded_without(run: Path) -> None:
     model, trouble = troubled()
     odd = trouble.attempt._replace(microbatches=[{"x": object()}])
@@ -173,6 +174,7 @@ def test_a_batch_of_other_things_is_recorded_without(run: Path) -> None:
     assert record.verdict == trouble.verdict
 
 
+@pytest.mark.wording
 def test_a_type_that_no_file_knows_is_recorded_without(run: Path) -> None:
     model, trouble = troubled()
     odd = trouble.attempt._replace(microbatches=[torch.ones(2, dtype=torch.complex64)])
@@ -513,6 +515,7 @@ def test_each_process_keeps_its_own_batch(run: Path, on_ranks: Ranks) -> None:
         assert torch.equal(found[0]["x"], bad_batch(rank)[0]["x"])
 
 
+@pytest.mark.wording
 def test_a_batch_of_one_process_that_cannot_be_kept_is_everyones(run: Path, on_ranks: Ranks) -> None:
     assert on_ranks(_record_on, str(run), 1) == [["info"], ["info"]]
     assert without_tensors(recorded_in(run)[0])

@@ -59,6 +59,7 @@ def test_both_are_cured_in_the_same_way(on_ranks: Ranks, tmp_path: Path, task: s
 
 
 @pytest.mark.parametrize("mode", ["watch", "repair"])
+@pytest.mark.wording
 def test_both_give_up_at_the_same_step_with_the_same_checkpoint(on_ranks: Ranks, tmp_path: Path, mode: str) -> None:
     settings = {"guard": mode, "precision": "fp32", "train.steps": 60, "data.samples": 400}
     one, other = on_ranks(run_on, str(tmp_path), "Tiny", settings, 1e5)

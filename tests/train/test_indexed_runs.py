@@ -107,6 +107,7 @@ def test_a_killed_run_goes_on_with_two_ranks_and_then_with_one(tmp_path: Path, s
         assert seen == {step: whole[step] for step in seen}
 
 
+@pytest.mark.wording
 def test_a_run_keeps_the_order_that_it_began_with(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_checkpoint_from_before_goes_on_with_randperm(
     assert (later["code"], later["order"], later["ids"]) == (0, "randperm", began["ids"][20:])
 
 
+@pytest.mark.wording
 def test_a_window_needs_an_index(tmp_path: Path) -> None:
     with pytest.raises(halfstep.HalfstepError, match=r"data\.window=5 for data without an index"):
         choose_order.choose_order([0] * 9, 5, 4)  # type: ignore[arg-type]
@@ -224,6 +226,7 @@ def stump(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.wording
 def test_a_run_goes_on_with_no_other_shards_unless_accepted(
     tmp_path: Path, stump: Path, shards: Path, change: str
 ) -> None:
@@ -238,6 +241,7 @@ def test_a_run_goes_on_with_no_other_shards_unless_accepted(
     assert launched(0, str(run), asked, True)["code"] == 0
 
 
+@pytest.mark.wording
 def test_verify_with_data_reads_all_shards_and_names_the_sample(tmp_path: Path, stump: Path, shards: Path) -> None:
     root = Path(shutil.copytree(shards, tmp_path / "set"))
     run = Path(shutil.copytree(stump, tmp_path / "run"))

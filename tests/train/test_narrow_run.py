@@ -80,6 +80,7 @@ def test_a_precision_on_the_line_replaces_the_default(tmp_path: Path) -> None:
     assert [each["converted"] for each in chosen] == [{"2": "fp8"}] * 2
 
 
+@pytest.mark.wording
 def test_a_pattern_that_matches_nothing_stops_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(PrecisionRefused, match="output"):
         fit(tmp_path, "{default: bf16, output: fp8}")

@@ -56,6 +56,7 @@ def stopped(rank: int, folder: str, task: type[Tiny], settings: dict[str, Any]) 
     return {"code": 0}
 
 
+@pytest.mark.wording
 def test_a_stop_in_an_evaluation_is_obeyed_within_a_batch_or_two_on_all_ranks(on_ranks: Ranks, tmp_path: Path) -> None:
     settings = {"train.batch_size": 2, "data.samples": 1024, "train.epochs": 1, "train.steps": None}
     found = on_ranks(stopped, str(tmp_path), SlowEvaluation, settings)
@@ -89,6 +90,7 @@ def probed(rank: int, folder: str, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "code"), [("same", 0), ("other", 73), ("full", 74)])
+@pytest.mark.wording
 def test_every_rank_writes_before_the_first_step(on_ranks: Ranks, tmp_path: Path, kind: str, code: int) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other-1").mkdir()

@@ -83,6 +83,7 @@ def run_on(
     ("mode", "what"),
     [("ddp", "weight"), pytest.param("ddp", "moment", marks=pytest.mark.full), ("hsdp", "weight")],
 )
+@pytest.mark.wording
 def test_a_flipped_bit_is_named_and_never_finishes(four: Ranks, tmp_path: Path, mode: str, what: str) -> None:
     flipped = four(run_on, str(tmp_path / "flipped"), mode, 2, what)
     assert [one["code"] for one in flipped] == [80] * 4, flipped

@@ -79,6 +79,7 @@ def test_an_unfinished_run_and_a_finished_one_are_told_apart() -> None:
     assert "fit(..., new=True)" in said
 
 
+@pytest.mark.wording
 def test_a_run_keeps_the_seed_that_it_drew_and_a_given_one_is_another_recipe() -> None:
     first = resolved()
     opened(first)
@@ -117,6 +118,7 @@ def test_settings_that_change_no_bit_need_no_word() -> None:
     assert read_yaml((path / RECIPE).read_bytes(), "recipe")["train"]["num_workers"] == 3
 
 
+@pytest.mark.wording
 def test_a_long_difference_is_cut() -> None:
     path = opened(resolved()).path
     (path / RECIPE).write_text("\n".join(f"k{n}: {n}" for n in range(300)))
@@ -179,6 +181,7 @@ def test_files_in_the_way() -> None:
     assert "cannot be created" in refusal(long)
 
 
+@pytest.mark.wording
 def test_a_disk_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tests may run as root, for whom no folder is read-only.
     def full(*_: object) -> None:

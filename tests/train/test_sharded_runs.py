@@ -336,6 +336,7 @@ def test_the_same_ranks_go_on_to_the_same_bits(world: Any, tmp_path: Path) -> No
     assert events(tmp_path / "cut" / "run", "start")[-1]["resumed"]["exact"] is True
 
 
+@pytest.mark.wording
 def test_another_global_batch_is_refused_with_the_setting_that_keeps_it(world: Any, tmp_path: Path) -> None:
     world(4, fit, str(tmp_path), "fsdp", {})
     interrupted(tmp_path, at=3)

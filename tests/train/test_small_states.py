@@ -159,6 +159,7 @@ def test_only_adam_has_small_moments() -> None:
             make_optimizer(OptimizerOptions(name=name, state="int8"), Text())  # type: ignore[arg-type]
 
 
+@pytest.mark.wording
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
     with pytest.raises(MissingExtra) as refused:

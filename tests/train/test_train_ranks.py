@@ -101,6 +101,7 @@ def run_unevenly(rank: int, folder: str) -> str:
     return "nothing was said"
 
 
+@pytest.mark.wording
 def test_processes_with_different_data_are_told_so(on_ranks: Ranks, tmp_path: Path) -> None:
     assert all("rank 1 has 61 samples" in said for said in on_ranks(run_unevenly, str(tmp_path)))
 
@@ -145,6 +146,7 @@ def test_a_run_that_one_process_stopped_goes_on_on_both_with_the_same_bits(on_ra
 SETTINGS = {"train.batch_size": 8, "train.ema": 0.9, "model.batchnorm": True, "checkpoint.every_steps": 3}
 
 
+@pytest.mark.wording
 def test_what_two_processes_saved_is_for_one_with_the_same_samples_a_step(on_ranks: Ranks, tmp_path: Path) -> None:
     found = on_ranks(stopped_on, str(tmp_path), SETTINGS)
     assert [one["code"] for one in found] == [75, 75]
@@ -165,6 +167,7 @@ def stopped_on(rank: int, folder: str, settings: dict[str, Any]) -> dict[str, An
         mend()
 
 
+@pytest.mark.wording
 def test_a_part_that_one_process_lacks_is_missing_for_both(on_ranks: Ranks, tmp_path: Path) -> None:
     on_ranks(stopped_on, str(tmp_path), SETTINGS)
     refit(tmp_path / "run", lambda state: state.pop("rng"), rank=1)

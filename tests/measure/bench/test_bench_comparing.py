@@ -226,6 +226,7 @@ def test_a_race_is_of_those_that_did_not_fail_and_decides_the_speed() -> None:
 
 
 @pytest.mark.parametrize("error", [CandidateFailed("no room"), CandidateTooSlow("no room"), WrongUse("no room")])
+@pytest.mark.wording
 def test_a_race_that_fails_takes_no_finished_run_away(error: Exception) -> None:
     def race(names: Sequence[str]) -> BenchTimes:
         raise error
