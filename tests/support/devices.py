@@ -92,7 +92,7 @@ ROWS = [
     Row(Device(kind="other", name="hpu"), "bf16", "bf16", "fp32", "bf16", "fp32", "bf16", "fp16"),
 ]
 
-_CUDA = "CUDA C++ programming guide, compute capabilities"
+_CUDA = "CUDA C++ programming guide, compute capabilities and arithmetic throughput"
 _TURING = "pytorch/pytorch#58123: TU116 and TU117 have no tensor cores"
 _MATRIX = "AMD matrix instruction calculator, by architecture"
 _METAL = "Metal feature set tables: bfloat from family Apple9 (M3) on"
@@ -119,7 +119,7 @@ ROWS += [
     Row(cuda("NVIDIA T550 Laptop GPU", 7, 5), *_NO_FP16, _TURING),
     Row(cuda("NVIDIA CMP 30HX", 7, 5), *_NO_FP16, _TURING),
     Row(cuda("NVIDIA GeForce MX450", 7, 5), *_NO_FP16, _TURING),
-    Row(cuda("NVIDIA Tegra X1", 5, 3), *_NOTHING, _CUDA),
+    Row(cuda("NVIDIA Tegra X1", 5, 3), *_ONLY_FP16, _CUDA),
     Row(cuda("NVIDIA Tegra X2", 6, 2), *_ONLY_FP16, _CUDA),
     Row(cuda("Xavier", 7, 2), *_ONLY_FP16, _CUDA),
     Row(cuda("Orin", 8, 7), "tf32 bf16 fp16", "bf16", "tf32", "bf16", "fp16", "bf16", "", _CUDA),

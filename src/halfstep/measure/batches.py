@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,11 +12,28 @@ from torch.utils import _pytree as pytree
 
 from halfstep.data.to_device import moved
 from halfstep.errors import WrongUse
+from halfstep.observe.reachable import leaves
 
 
 def tensors(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, in order."""
-    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return [tensor for leaf in pytree.tree_leaves(batch) for _, tensor in leaves(leaf)]
+
+
+def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the batch with its tensors changed; objects of a class that hold some are copied if they can be."""
+
+    def changed(leaf: Any) -> Any:
+        held = {id(tensor): change(tensor) for _, tensor in leaves(leaf)}
+        if isinstance(leaf, Tensor):
+            return held[id(leaf)]
+        try:
+            # deepcopy does not copy objects in its memo.
+            return copy.deepcopy(leaf, {**held}) if held else leaf
+        except Exception:  # it holds an open file, a lock, a generator
+            return leaf
+
+    return pytree.tree_map(changed, batch)
 
 
 def bytes_of(held: Iterable[Tensor]) -> int:
@@ -41,7 +59,7 @@ def size_of(batch: Any) -> int:
             return int(tensor.shape[0])
     raise WrongUse(
         f"a batch of type {type(batch).__name__} that holds no tensor with a dimension",
-        allowed="tensors, or tuples, lists and dicts of them, with samples along their first dimension",
+        allowed="tensors, or tuples, lists, dicts and objects of them, with samples along their first dimension",
         do="return (model, loss_fn, batch) with such a batch",
     )
 
@@ -49,9 +67,12 @@ def size_of(batch: Any) -> int:
 def taken_as_samples(batch: Any) -> list[str]:
     """Return the names and shapes of the tensors that `resized` changes: those as long as the first one."""
     size = size_of(batch)
-    found = pytree.tree_flatten_with_path(batch)[0]
-    rows = [(path, leaf) for path, leaf in found if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size]
-    return [f"batch{pytree.keystr(path)} {tuple(leaf.shape)}" for path, leaf in rows]
+    found = [
+        (pytree.keystr(path) + end, t)
+        for path, leaf in pytree.tree_flatten_with_path(batch)[0]
+        for end, t in leaves(leaf)
+    ]
+    return [f"batch{path} {tuple(each.shape)}" for path, each in found if each.dim() and each.shape[0] == size]
 
 
 def resized(batch: Any, size: int) -> Any:
@@ -67,9 +88,9 @@ def resized(batch: Any, size: int) -> Any:
         # Real samples are repeated: made-up values might be invalid as labels or indices.
         return tensor[torch.arange(size, device=tensor.device) % now]
 
-    return pytree.tree_map_only(Tensor, taken, batch)
+    return mapped(batch, taken)
 
 
 def placed(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
     """Return the batch on `device`, with images in channels_last layout if `channels_last`."""
-    return pytree.tree_map_only(Tensor, lambda tensor: moved(tensor, device, channels_last), batch)
+    return mapped(batch, lambda tensor: moved(tensor, device, channels_last))

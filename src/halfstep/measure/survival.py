@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from halfstep.errors import WrongUse, unknown_name
 from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, widest
 from halfstep.guard.diagnosis.trials import candidates
+from halfstep.measure.batches import mapped
 from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.case import SEED, Case, LossFunction
 from halfstep.measure.subject import Measurable, Settings, subject_of
@@ -124,7 +124,7 @@ def copies(case: Case, device: torch.device) -> tuple[nn.Module, Any]:
     model = copy.deepcopy(case.model).to(device)
     model.zero_grad(set_to_none=True)
     # Cloned, because a loss function may write to its batch.
-    return model, pytree.tree_map_only(Tensor, Tensor.clone, placed_batch(case.batch, device))
+    return model, mapped(placed_batch(case.batch, device), Tensor.clone)
 
 
 def gradients_of(model: nn.Module, device: torch.device, scale: float) -> Gradients:

@@ -89,7 +89,7 @@ _CUDA_SINCE = {
     "fp8": ((8, 9), "there are no fp8 tensor cores", "fp8 tensor cores"),
     "mxfp8": ((10, 0), "there are no mxfp8 tensor cores", "mxfp8 tensor cores"),
 }
-_DOUBLE_RATE_FP16 = ((6, 0), (6, 2))
+_DOUBLE_RATE_FP16 = ((5, 3), (6, 0), (6, 2))
 
 
 def _cuda(device: Device, format_name: str) -> Ability:
@@ -112,7 +112,7 @@ def _cuda_fp16(has: tuple[int, int]) -> Ability:
     # The consumer Pascal chips, between two that have fp16 at double rate: `>= 6.0` would be wrong.
     if has == (6, 1):
         return Ability(False, "compute capability 6.1: fp16 runs at 1/64 of fp32's rate", emulated=True)
-    return Ability(False, f"compute capability {_dotted(has)} < 6.0: fp16 is emulated", emulated=True)
+    return Ability(False, f"compute capability {_dotted(has)} < 7.0: fp16 is emulated", emulated=True)
 
 
 # By the beginning of the architecture's name; the longest match counts.

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from halfstep.errors import WrongUse
 from halfstep.measure.case import adamw
@@ -62,6 +63,39 @@ def test_a_loss_that_logs_has_the_memory_of_the_same_loss_without() -> None:
     assert "# READS" in assumption.place
     assert str(assumption) in found.notes
     assert found.as_dict()["assumptions"] == [{"place": assumption.place, "what": "the number is 1"}]
+
+
+def test_numbers_in_a_printed_text_need_no_assumption() -> None:
+    printed = []
+
+    def logs(model: nn.Module, batch: Any) -> Tensor:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        printed.append(f"{loss:.3f} {loss} {batch[1].sum():d} {model(batch[0])}")
+        return loss
+
+    found = estimate(layers(), logs, batch_of(), precision="fp32")
+    assert printed
+    assert found.verified
+    assert FakeTensor.__format__ is Tensor.__format__
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
+def test_models_of_transformers_have_the_masks_and_experts_of_a_real_run(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        experts = {"num_local_experts": 4} if kind == "Mixtral" else {}
+        config = getattr(transformers, f"{kind}Config")(
+            vocab_size=200, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, use_cache=False, **experts,
+        )  # fmt: skip
+        words = torch.randint(0, 200, (2, 256))
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).train()
+        return model, lambda model, batch: model(**batch).loss, {"input_ids": words, "labels": words.clone()}
+
+    assert estimate(*make(), precision="fp32").peak == pytest.approx(real_peak(make), rel=0.01)
 
 
 def test_a_check_that_would_raise_is_assumed_to_pass() -> None:

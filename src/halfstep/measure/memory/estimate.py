@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from halfstep import numbers
 from halfstep.errors import HalfstepError, PrecisionRefused, WrongUse
@@ -30,6 +29,7 @@ from halfstep.measure.memory.fake_tensors import (
     asked_at,
     built,
     fake_mode,
+    format_fake,
     made_once,
     numbers_refused,
     uses_torchao,
@@ -299,7 +299,7 @@ def ledger_of(make_case: Callable[[], Case], setting: StepSetting, device: torch
 def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.device, tracker: ValueTracker) -> Ledger:
     mode = fake_mode()
     precision = resolve_precision(setting.precision, device)
-    with torch.random.fork_rng(devices=[]), transformers_untraced(), eagerly(), lstm_by_onednn(), without_torch_log():
+    with _as_for_real(), torch.random.fork_rng(devices=[]), eagerly(), without_torch_log():
         torch.manual_seed(SEED)
         case = built(make_case, mode, tracker)
         with mode, tracker, numbers_refused():
@@ -339,6 +339,13 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
         remarks=remarks,
         assumptions=assumptions,
     )
+
+
+@contextmanager
+def _as_for_real() -> Iterator[None]:
+    """Make torch and transformers treat fake tensors as real ones."""
+    with transformers_untraced(), lstm_by_onednn(), replaced(FakeTensor, "__format__", format_fake):
+        yield
 
 
 @contextmanager
@@ -465,7 +472,7 @@ def ledger_by_cuda(make_case: Callable[[], Case], setting: StepSetting) -> Ledge
 
 def without_values(case: Case) -> Case:
     """Clear the constants of fake tensors: torch would move such a tensor to the GPU for real."""
-    for tensor in (*case.model.buffers(), *pytree.tree_leaves(case.batch)):
+    for tensor in (*case.model.buffers(), *tensors(case.batch)):
         if isinstance(tensor, FakeTensor):
             tensor.constant = None
     return case

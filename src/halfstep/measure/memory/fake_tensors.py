@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import WrongUse, in_one_line
 from halfstep.formats import FP32
+from halfstep.measure.batches import mapped, resized, size_of, tensors
 from halfstep.measure.batches import placed as placed_batch
-from halfstep.measure.batches import resized, size_of, tensors
 from halfstep.measure.case import Case
 from halfstep.measure.memory.quantized import FakeQuantized, quantized_layers
 from halfstep.measure.memory.timeline import BACKWARD, FORWARD, UPDATE, Timeline
@@ -290,6 +290,12 @@ def made_once(make_case: MakeCase) -> tuple[MakeCase, Case]:
         return lambda: real, real
 
 
+def format_fake(tensor: Tensor, form: str) -> str:
+    """Format a fake tensor as torch formats a real one: a scalar as a number, and any number serves in a text."""
+    kind = complex if tensor.dtype.is_complex else float if tensor.dtype.is_floating_point else int
+    return format(kind(1), form) if form and not tensor.dim() else object.__format__(tensor, form)
+
+
 @contextmanager
 def without_torch_log() -> Iterator[None]:
     """Silence torch's log of tracebacks for unsupported operations, such as loading weights from a file."""
@@ -340,7 +346,7 @@ def _fake(batch: Any, mode: FakeTensorMode) -> Any:
     def fake(tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else with_numbers(mode.from_tensor(tensor), tensor)
 
-    return pytree.tree_map_only(Tensor, fake, batch)
+    return mapped(batch, fake)
 
 
 # -- placing ----------------------------------------------------------------------------------------------------------
