@@ -19,7 +19,8 @@ from PIL import Image
 
 from faults.bad_images import DAMAGED, encoded, picture
 from halfstep.data import shard_index, tar_members
-from halfstep.data.dataset import BadSample
+from halfstep.data import shards as shards_module
+from halfstep.data.dataset import BadSample, Samples, Subset
 from halfstep.data.shards import Shards, shard_paths
 from halfstep.errors import BadData, Unsafe
 from halfstep.files import cache_folder
@@ -66,6 +67,21 @@ def test_samples_come_by_number(shards: Path) -> None:
     assert source.classes == ["0", "1", "2"]
     with pytest.raises(IndexError):
         source.read(15)
+
+
+def test_a_loader_reads_a_batch_ahead_and_knows_which_sample_hangs(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, begun, alone = Shards(shards), list[int](), list[Any]()
+    samples, real = Samples(Subset(source, range(14, -1, -1)), dict, 0), shards_module.read_parts
+    samples.begin, samples.too_slow = begun.append, {3: "slow"}
+    monkeypatch.setattr(shards_module, "read_parts", lambda *given: alone.append(given) or real(*given))
+    found = samples.__getitems__([(0, n) for n in range(15)])
+    assert [one.sample and one.sample["label"].item() for n, one in enumerate(found) if n != 3] == [
+        (14 - n) % 3 for n in range(15) if n != 3
+    ]
+    assert begun[:14] == [n for n in range(14, -1, -1) if n != 3], "each before its bytes are read"
+    assert len(alone) <= 1, "the replacement of the third"
 
 
 def test_the_index_says_what_webdataset_reads(shards: Path) -> None:

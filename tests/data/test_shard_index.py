@@ -18,7 +18,7 @@ import pytest
 
 from faults.bad_images import encoded, picture
 from halfstep.data import held_out
-from halfstep.data.dataset import Subset, split
+from halfstep.data.dataset import BadSample, Subset, split
 from halfstep.data.fingerprint import Fingerprint, different, fingerprint, fingerprint_of_files
 from halfstep.data.layout import held_out_by_place, place_of
 from halfstep.data.shard_check import BackgroundCheck, shard_change
@@ -346,6 +346,32 @@ def test_the_shards_of_an_epoch_are_divided_among_ranks(tmp_path: Path) -> None:
     each = [BackgroundCheck(source, 7, rank, 3).chosen(epoch=2) for rank in range(3)]
     assert len({shard for one in each for shard in one}) == sum(map(len, each)) == 16
     assert BackgroundCheck(source, 7).chosen(1) != BackgroundCheck(source, 7).chosen(2)
+
+
+def test_a_batch_is_read_ahead_and_each_shard_is_opened_once(tmp_path: Path) -> None:
+    for n in range(3):
+        small(tmp_path / "set" / f"{n}.tar", 700, n * 700)
+    source, numbers = Shards(tmp_path / "set", verify="all"), random.Random(1).sample(range(2100), 90)
+    wanted = {n: source.content(n) for n in numbers}
+    assert source.index.rows(numbers) == [source.index.row(n) for n in numbers]
+    seen = opened_shards()
+    assert [numbers[place] for place in source.ahead(numbers)] == sorted(numbers)
+    assert {n: source.content(n) for n in numbers} == wanted
+    assert len(seen) == 3
+    path, bad = tmp_path / "set" / "1.tar", next(n for n in numbers if 700 <= n < 1400)
+    replace_unseen(source, path, path.read_bytes().replace(b"image %d\0" % bad, b"IMAGE %d\0" % bad))
+    source._states[:] = shards_at(tmp_path / "set").states
+    assert len(list(source.ahead(numbers))) == 90
+    with pytest.raises(BadSample, match="not those that were indexed"):
+        source.content(bad)
+    path.unlink()
+    list(source.ahead(numbers))
+    for n in numbers:
+        if n // 700 == 1:
+            with pytest.raises(BadSample, match="No such file"):
+                source.content(n)
+        else:
+            assert source.content(n) == wanted[n]
 
 
 def test_subsets_of_an_index_have_other_seals(tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ class Source(Protocol):
 
     A source may also have `key(index)`, a name that stays when the whole set is moved; `files_of(index)`, so that a
     resumed run notices changed contents (samples may share a file; all have some, or none has), and `every_file()`,
-    each of these files once; and `without_image(index)`. One that notices by itself where a file changes under a run,
-    or that reads no file after its start, has `notices_changes = True`.
+    each of these files once; `without_image(index)`; and `ahead(numbers)`, which reads the files of the next samples
+    and yields the place of each before. One that notices by itself where a file changes under a run, or that reads no
+    file after its start, has `notices_changes = True`.
     """
 
     def __len__(self) -> int: ...
@@ -115,6 +116,12 @@ def without_image(source: Source, index: int) -> Sample:
     """Return a sample without its image, which is decoded only where the source has no other way."""
     rest: Callable[[int], Sample] | None = getattr(source, "without_image", None)
     return rest(index) if rest else {name: part for name, part in source.read(index).items() if name != "image"}
+
+
+def ahead(source: Source, numbers: Sequence[int]) -> Iterator[int]:
+    """Read the bytes of samples before `read` decodes them, where a source can; yield the place of each before."""
+    read: Callable[[Sequence[int]], Iterator[int]] | None = getattr(source, "ahead", None)
+    return read(numbers) if read else iter(())
 
 
 class Replaced(NamedTuple):
@@ -199,6 +206,10 @@ class Subset(WrappedSource):
     def read(self, index: int) -> Sample:
         """Read a sample; raise BadSample where it cannot be read."""
         return self.source.read(self.numbers[index])
+
+    def ahead(self, numbers: Sequence[int]) -> Iterator[int]:
+        """Read the bytes of samples."""
+        return ahead(self.source, [self.numbers[number] for number in numbers])
 
     def without_image(self, index: int) -> Sample:
         """Return the sample without its image."""
@@ -423,6 +434,7 @@ def never_changed(number: int) -> str:
 class KeyedDataset(Dataset[ReadSample]):
     """A dataset of items by key; the generators are saved and restored once per batch."""
 
+    source: Source
     IDLE = -1
     """The number that `begin` gets after the last sample of a batch."""
 
@@ -441,6 +453,10 @@ class KeyedDataset(Dataset[ReadSample]):
         """Return the items of a batch; DataLoader calls it once per batch."""
         try:
             with generators_aside():
+                numbers = [number for _, number in keys if number not in self.too_slow]
+                for place in ahead(self.source, numbers):
+                    if self.begin is not None:
+                        self.begin(numbers[place])
                 return [self._item(*key) for key in keys]
         finally:
             if self.begin is not None:

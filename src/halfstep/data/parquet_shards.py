@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -205,6 +205,10 @@ class ParquetShards(Shards):
                 self._kept.popitem(last=False)
         self._kept.move_to_end(at)
         return self._kept[at]
+
+    def ahead(self, numbers: Sequence[int]) -> Iterator[int]:
+        """Read nothing: chunks are kept."""
+        return iter(())
 
     def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> Content:
         try:

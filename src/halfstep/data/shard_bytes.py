@@ -13,6 +13,7 @@ from pathlib import Path
 from halfstep.data.file_state import FileState
 from halfstep.errors import BadSample
 
+READ = os.O_RDONLY | getattr(os, "O_BINARY", 0)
 NEAR = 4096
 """Bytes between parts, such as tar headers, that are read along with them."""
 AT_ONCE = 4
@@ -30,7 +31,7 @@ def read_parts(
     """
     try:
         # Opened each time: a set may have more shards than a process may have open files.
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        handle = os.open(path, READ)
         try:
             check(FileState.of(os.fstat(handle)))
             return parts_in(handle, parts)
@@ -44,14 +45,20 @@ def read_parts(
 
 def parts_in(handle: int, parts: Sequence[Part]) -> list[bytes]:
     """Read parts of a file, in one go where they lie side by side; raise EOFError where it ends before."""
-    first, end = min(start for start, _ in parts), max(start + size for start, size in parts)
-    if end - first <= sum(size for _, size in parts) + NEAR:
-        content = os.pread(handle, end - first, first)
-        found = [content[start - first : start - first + size] for start, size in parts]
-    else:
-        found = [os.pread(handle, size, start) for start, size in parts]
-    if any(len(part) < size for part, (_, size) in zip(found, parts, strict=True)):
-        raise EOFError
+    first, total = parts[0]
+    end, found = first + total, []
+    for start, size in parts[1:]:  # min, max and sum take twice as long
+        if start < first:
+            first = start
+        if start + size > end:
+            end = start + size
+        total += size
+    apart = end - first > total + NEAR
+    content = b"" if apart else os.pread(handle, end - first, first)
+    for start, size in parts:
+        found.append(os.pread(handle, size, start) if apart else content[start - first : start - first + size])
+        if len(found[-1]) < size:
+            raise EOFError
     return found
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import blake2b, sha256
 from itertools import islice
 from pathlib import Path
@@ -39,6 +39,8 @@ from halfstep.status_line import OnProgress
 
 PAGE = 512
 """Rows that are sealed and verified together."""
+_FEW = 16
+"""Samples below which NumPy takes as long as Python."""
 MOST_THREADS = 8
 SUFFIX = ".index"
 KEEP = 30 * 86_400
@@ -46,6 +48,7 @@ KEEP = 30 * 86_400
 _VERSION = 1
 _MAGIC = b"halfstep index 1"
 _FOOTER = struct.Struct("<QQQQ32s16s")
+_DIGEST = struct.Struct("<Q")
 _SEAL = 16
 """Bytes of a digest within the file; the footer has 32."""
 _TABLE = np.dtype(
@@ -85,6 +88,12 @@ def _columns(kinds: int) -> tuple[tuple[struct.Struct, int], ...]:
     codes = "IIiIQ" + "II" * bool(kinds & SOME_MASKS) + "I" * bool(kinds & LABEL_COLUMN)
     found = [struct.Struct(f"<{code}") for code in codes]
     return tuple((one, sum(before.size for before in found[:number])) for number, one in enumerate(found))
+
+
+@lru_cache(4096)
+def _in_steps(codes: str, rows: int) -> struct.Struct:
+    """Return what unpacks a sample's numbers of neighboring columns of four bytes, all in one call."""
+    return struct.Struct("<" + f"{4 * (rows - 1)}x".join(codes))
 
 
 def _width(kinds: int) -> int:
@@ -163,10 +172,10 @@ class ShardIndex:
 
     def find(self, index: int) -> tuple[int, int]:
         """Return the shard of a sample, and its number in the shard."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         shard = bisect_right(self.ends, index)
-        return shard, index - self.first(shard)
+        if index < 0 or shard == len(self.ends):
+            raise IndexError(index)
+        return shard, index - self.ends[shard - 1] if shard else index
 
     def first(self, shard: int) -> int:
         """Return the number of the first sample of a shard."""
@@ -177,20 +186,47 @@ class ShardIndex:
         shard, number = self.find(index)
         if not self._is_verified[self._pages[shard] + number // PAGE]:
             self._verify(shard, number // PAGE)
-        rows, kinds, at = self._rows[shard], self._kinds[shard], self._at[shard]
-        found = _columns(kinds)
-        one = [kind.unpack_from(self._map, at + rows * before + number * kind.size)[0] for kind, before in found]
-        image, size, label = one[OFFSET] * BLOCK, one[SIZE], one[LABEL]
-        mask, mask_size = (one[5], one[6]) if kinds & SOME_MASKS else (_NOTHING, NONE)
-        label_at = NONE
+        rows, kinds, at = self._rows[shard], self._kinds[shard], self._at[shard] + 4 * number
+        image, size, label = _in_steps("IIi", rows).unpack_from(self._map, at)
+        (digest,) = _DIGEST.unpack_from(self._map, at + 16 * rows + 4 * number)
+        image *= BLOCK
+        mask, mask_size, label_at = NONE, NONE, NONE
+        if kinds & SOME_MASKS:
+            block, mask_bytes = _in_steps("II", rows).unpack_from(self._map, at + 24 * rows)
+            if block != _NOTHING:
+                mask, mask_size = block * BLOCK, mask_bytes
         if label >= 0:
             if kinds & LABEL_COLUMN:
-                label_at = one[-1] * BLOCK
+                (block,) = _in_steps("I", rows).unpack_from(self._map, at + (_width(kinds) - 4) * rows)
+                label_at = block * BLOCK
+            elif kinds & LABEL_AFTER:
+                label_at = image - -size // BLOCK * BLOCK + kinds // DISTANCE * BLOCK
             else:
-                label_at = image - -size // BLOCK * BLOCK if kinds & LABEL_AFTER else image
-                label_at += kinds // DISTANCE * BLOCK * (1 if kinds & LABEL_AFTER else -1)
-        at = NONE if mask == _NOTHING else mask * BLOCK
-        return SampleRow(shard, image, size, label, label_at, at, mask_size if at >= 0 else NONE, one[DIGEST])
+                label_at = image - kinds // DISTANCE * BLOCK
+        return SampleRow(shard, image, size, label, label_at, mask, mask_size, digest)
+
+    def rows(self, numbers: Sequence[int]) -> list[SampleRow]:
+        """Return the rows of samples; those of plain sets, with at most a label, without a call for each."""
+        if len(numbers) < _FEW or (self.table["kinds"] & (SOME_MASKS | LABEL_COLUMN)).any():
+            return [self.row(number) for number in numbers]
+        index, ends = np.array(numbers), np.frombuffer(self.ends, np.int64)
+        if index.min() < 0 or index.max() >= len(self):
+            raise IndexError(numbers)
+        shard = np.searchsorted(ends, index, "right")
+        number = index - np.where(shard > 0, ends[shard - 1], 0)
+        of_shards = (self._rows, self._kinds, self._at, self._pages)
+        rows, kinds, at, pages = (np.frombuffer(one, np.int64)[shard] for one in of_shards)
+        for one in np.flatnonzero(np.frombuffer(self._is_verified, np.uint8)[pages + number // PAGE] == 0):
+            self._verify(int(shard[one]), int(number[one]) // PAGE)
+        # Every column starts at a multiple of four bytes.
+        words, at = np.frombuffer(self._map, "<u4", len(self._map) // 4), at // 4 + number
+        image, size, label = (words[at + rows * one].astype(np.int64) for one in (OFFSET, SIZE, LABEL))
+        image, label, distance = image * BLOCK, label.astype(np.int32), kinds // DISTANCE * BLOCK
+        label_at = image + np.where(kinds & LABEL_AFTER, -(-size // BLOCK) * BLOCK + distance, -distance)
+        low, high = (words[at + rows * DIGEST + number + one].astype(np.uint64) for one in (0, 1))
+        none, digest = np.full(len(index), NONE), low | high << np.uint64(32)
+        columns = (shard, image, size, label, np.where(label >= 0, label_at, NONE), none, none, digest)
+        return [SampleRow(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
 
     def packed(self, shard: int) -> PackedShard:
         """Return the rows of a shard, every page verified."""

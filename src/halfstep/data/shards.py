@@ -18,7 +18,7 @@ from halfstep.data.held_out import Numbers, divided
 from halfstep.data.image_files import MOST_BYTES, existing, files
 from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
 from halfstep.data.layout import place_of
-from halfstep.data.shard_bytes import NEAR, Part, announce_parts, joined, read_parts
+from halfstep.data.shard_bytes import NEAR, READ, Part, announce_parts, joined, parts_in, read_parts
 from halfstep.data.shard_index import (
     SOME_LABELS,
     SOME_MASKS,
@@ -41,6 +41,8 @@ Verify = Literal["all", "sampled", "off"]
 SAMPLED: Verify = "sampled"
 _VERIFY_EVERY = {"all": 1, "sampled": 64, "off": 0}
 OTHER_BYTES = "its bytes are not those that were indexed: the shard was damaged, or written again"
+MOST_AHEAD = 2**24
+"""Bytes of images that are read ahead."""
 CHUNK_BYTES, FEWEST_IN_CHUNK = 8 * 2**20, 16
 """The bytes of a chunk, and the samples that it has at least."""
 SPLITS = {"train", "validation", "test"}
@@ -86,6 +88,7 @@ class Shards:
         self._verify_every = _VERIFY_EVERY[verify]
         self._open(root)
         self._kinds = self._checked_kinds()
+        self._ahead: dict[int, tuple[SampleRow, Content]] = {}
         self.classes = self._class_names()
 
     def _open(self, root: str | Path) -> None:
@@ -119,9 +122,13 @@ class Shards:
 
     def content(self, index: int, with_image: bool = True) -> Content:
         """Return the bytes of a sample; raise BadSample where they cannot be read, or are not those of the index."""
-        row, doubts = self.index.row(index), list[str]()
         has_label, has_mask = self._kinds
-        content = self._content(index, row, (with_image, has_label, has_mask), doubts)
+        doubts: list[str] = []
+        if with_image and (ahead := self._ahead.pop(index, None)):
+            row, content = ahead
+        else:
+            row = self.index.row(index)
+            content = self._content(index, row, (with_image, has_label, has_mask), doubts)
         if doubts or (with_image and self._is_verified(row)):
             # The digest is that of both, also where one is not used.
             both, is_masked = content, row.mask >= 0
@@ -135,17 +142,40 @@ class Shards:
     def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> Content:
         """Read the wanted parts of a sample, of image, label and mask, from its shard at once."""
         self._check_sizes(index, row, wanted)
-        image, label, mask = wanted
-        # The label is in the index, too; that of the shard counts, also where the index was edited.
-        parts = [(row.image, row.image_size)] * image + [(row.label_at, LONGEST_LABEL + 1)] * label
-        parts += [(row.mask, row.mask_size)] * mask
-        if not parts:
+        if not (parts := _parts(row, wanted)):
             return Content(None, None, None)
         path = self._start_of_paths + self.index.names[row.shard]  # joining a Path takes longer than reading
         found = read_parts(path, parts, lambda: self.name(index), lambda now: self._check(index, row, now, doubts))
-        last = found.pop() if mask else None
-        middle = found.pop() if label else None
-        return Content(found.pop() if image else None, middle, last)
+        return _content_of(found, wanted)
+
+    def ahead(self, numbers: Sequence[int]) -> Iterator[int]:
+        """Read the bytes of the next samples, each shard opened once; yield the place of each before it is read.
+
+        `content` reads those that are left out: from the first one on that is not as it was, or beyond `MOST_AHEAD`.
+        """
+        self._ahead.clear()
+        wanted, room, shard = (True, *self._kinds), MOST_AHEAD, -1
+        handle: int | None = None
+        try:
+            places = sorted(range(len(numbers)), key=numbers.__getitem__)
+            for place, row in zip(places, self.index.rows([numbers[place] for place in places]), strict=True):
+                yield place
+                room -= row.image_size + max(row.mask_size, 0)
+                if row.shard != shard:
+                    if handle is not None:
+                        os.close(handle)
+                    shard, handle = row.shard, None
+                    handle = os.open(self._start_of_paths + self.index.names[shard], READ)
+                    if not self.is_as_before(shard, FileState.of(os.fstat(handle))):
+                        break
+                if room < 0:
+                    break
+                self._ahead[numbers[place]] = row, _content_of(parts_in(handle, _parts(row, wanted)), wanted)
+        except (OSError, EOFError, BadData):
+            pass
+        finally:
+            if handle is not None:
+                os.close(handle)
 
     def _check_sizes(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool]) -> None:
         if (largest := max(row.image_size * wanted[0], row.mask_size * wanted[2])) > MOST_BYTES:
@@ -202,12 +232,7 @@ class Shards:
         """Return the parts to read for these samples: parts of each shard, those that lie side by side as one."""
         found: dict[int, list[Part]] = {}
         for row in map(self.index.row, samples):
-            parts = found.setdefault(row.shard, [])
-            parts.append((row.image, row.image_size))
-            if self._kinds[0]:
-                parts.append((row.label_at, LONGEST_LABEL + 1))
-            if self._kinds[1]:
-                parts.append((row.mask, row.mask_size))
+            found.setdefault(row.shard, []).extend(_parts(row, (True, *self._kinds)))
         return {self.path(shard): joined(parts, self.near) for shard, parts in found.items()}
 
     def announce(self, chunks: Sequence[tuple[int, int]], number: Callable[[int], int]) -> None:
@@ -325,6 +350,24 @@ class Shards:
                 do=f"rm {self.index.path}, and start the same command again",
             )
         return label
+
+
+def _parts(row: SampleRow, wanted: tuple[bool, bool, bool]) -> list[Part]:
+    image, label, mask = wanted
+    # The label is in the index, too; that of the shard counts, also where the index was edited.
+    parts = [(row.image, row.image_size)] if image else []
+    if label:
+        parts.append((row.label_at, LONGEST_LABEL + 1))
+    if mask:
+        parts.append((row.mask, row.mask_size))
+    return parts
+
+
+def _content_of(found: list[bytes], wanted: tuple[bool, bool, bool]) -> Content:
+    image, label, mask = wanted
+    last = found.pop() if mask else None
+    middle = found.pop() if label else None
+    return Content(found.pop() if image else None, middle, last)
 
 
 def _built(shards: ShardSet) -> ShardIndex:

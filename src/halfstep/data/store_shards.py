@@ -159,6 +159,10 @@ class StoreShards(Shards):
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
+    def ahead(self, numbers: Sequence[int]) -> Iterator[int]:
+        """Read nothing: chunks are kept."""
+        return iter(())
+
     def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> Content:
         self._check_sizes(index, row, wanted)
         parts = [(row.image, row.image_size), (row.label_at, LONGEST_LABEL + 1), (row.mask, row.mask_size)]
