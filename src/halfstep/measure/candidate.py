@@ -75,8 +75,9 @@ class Candidate:
     @property
     def opened(self) -> OpenedCandidate:
         """Return the conditions of its device and the samples of an update."""
-        converted = converted_layers(self.model)
-        found = {**conditions(self.device), **({"precision": {"converted": converted}} if converted else {})}
+        found = conditions(self.device)
+        if converted := converted_layers(self.model):
+            found["precision"] = {"converted": converted}
         return {"conditions": found, "samples": self.samples}
 
     @property

@@ -65,14 +65,16 @@ class _Float8Weight:
 
     @property
     def _format(self) -> torch.dtype:
-        return self.layer.config.cast_config_weight.target_dtype
+        format: torch.dtype = self.layer.config.cast_config_weight.target_dtype
+        return format
 
     def _values(self) -> Tensor:
         shard: Tensor = self.param._sharded_param_data.view(self.param.padded_sharded_param_size)
         return shard.to(self._group.mp_policy.param_dtype or shard.dtype)
 
     def size(self) -> torch.Size:
-        return self.param.padded_sharded_param_size
+        padded: torch.Size = self.param.padded_sharded_param_size
+        return padded
 
     @torch.no_grad()
     def fsdp_pre_all_gather(self, _mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
