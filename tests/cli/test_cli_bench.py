@@ -178,16 +178,19 @@ def test_a_baseline_that_failed_is_no_success(tmp_path: Path) -> None:
 
 
 def made(**speeds: float) -> Bench:
-    def arm(speed: float) -> Any:
+    def arm(speed: float, converted: str = "") -> Any:
         def run(seed: int) -> RunResult:
             if speed == 0.0:
                 raise RunFailed("no\x1b[31m room")
             wobble = 1 + seed / 1000 * speed / 100
-            return RunResult(seed, 0.9 + seed / 1e4, 3.0, 1.0, speed * wobble, 2, ((1.0, 2.0),), 2**30)
+            facts = {"precision": {"converted": dict.fromkeys(converted, "fp8")}}
+            return RunResult(
+                seed, 0.9 + seed / 1e4, 3.0, 1.0, speed * wobble, 2, ((1.0, 2.0),), 2**30, conditions=facts
+            )
 
         return run
 
-    arms = {"fp32": arm(100.0), **{name: arm(speed) for name, speed in speeds.items()}}
+    arms = {"fp32": arm(100.0), **{name: arm(speed, "ab" * (name == "fp8")) for name, speed in speeds.items()}}
     metric = BenchMetric("top1", higher_is_better=True)
     return compare(arms, name="some_recipe", seeds=[1, 2, 3], metric=metric, conditions={}, settings=["a.b=c d"])
 
@@ -205,6 +208,31 @@ def test_the_page_fits_and_has_the_verdict_first(
     assert "fp16: failed: no\\x1b[31m room" in page.replace("\n", " ")
     assert lines[-1] == "do: halfstep train some_recipe 'a.b=c d' precision=bf16"
     assert "\x1b" not in page
+
+
+@pytest.mark.parametrize(
+    ("speeds", "said"),
+    [
+        ({"bf16": 170.0, "fp8": 120.0}, "eligible (2 layers), slower than bf16 (0.71x, 0.70 to 0.71), same accuracy"),
+        ({"bf16": 120.0, "fp8": 170.0}, "eligible (2 layers), faster than bf16 (1.42x, 1.41 to 1.42), same accuracy"),
+        ({"bf16": 0.0, "fp8": 170.0}, "eligible (2 layers), faster than fp32 (1.70x, 1.70 to 1.71), same accuracy"),
+        ({"fp8": 0.0}, ""),
+    ],
+)
+@pytest.mark.wording
+def test_fp8_is_judged_against_bf16(speeds: dict[str, float], said: str) -> None:
+    lines = [line for line in made(**speeds).asides if line.startswith("fp8: ")]
+    assert [line.partition(" (difference")[0] for line in lines] == [f"fp8: {said}"] * bool(said)
+
+
+@pytest.mark.full
+def test_the_verdict_on_fp8_of_a_case(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    done = halfstep("bench", CASE, "--precisions", "bf16,fp8", "--seeds", 3, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    text = " ".join((tmp_path / "bench.md").read_text().split())
+    assert "fp8: eligible (1 layer), slower than bf16 (" in text
+    assert "same loss (" in text.partition("fp8: eligible")[2]
 
 
 def test_what_to_type_next_follows_from_what_is_known() -> None:

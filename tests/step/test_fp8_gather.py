@@ -1,16 +1,17 @@
-"""FSDP2 gathers the weights of fp8 layers in fp8: fewer bytes, counted, and a skip that changes nothing."""
+"""FSDP2 gathers the weights of fp8 layers in fp8: fewer bytes, counted, the same bits, and a skip changes nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep import Stepper
+from halfstep import Stepper, distributed
+from halfstep.precision.conversion import converted_layers
 from halfstep.precision.precision import precision_named
 from tests.support.ranks import Ranks
 
@@ -32,6 +33,58 @@ def mse(model: nn.Module, x: Tensor) -> Tensor:
 def weights_of(model: nn.Module) -> Tensor:
     whole = [getattr(p.full_tensor(), "_tensor", p.full_tensor()) for p in model.parameters()]  # type: ignore[operator]
     return torch.cat([p.detach().flatten().clone() for p in whole])
+
+
+def sharded_model() -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 240), nn.GELU(), nn.Linear(240, 64, bias=False)) for _ in range(2)]
+    model: Any = nn.Sequential(*blocks, nn.LayerNorm(64), nn.Linear(64, 16, bias=False))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (*model[:2], model[3]):
+        fully_shard(part, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+class Run(NamedTuple):
+    losses: list[float]
+    gathered: list[int | None]
+    evaluated: list[float]
+    weights: list[float]
+    in_fp8: float
+    converted: list[str]
+    plain: bool
+    """Whether the state has nothing but plain tensors."""
+
+
+def by_precision(rank: int, kind: str, in_fp8: bool) -> Run:
+    """Train in a precision of halfstep, change it and change it back, with a step that is skipped."""
+    from halfstep.step import float8_gather
+
+    possible = float8_gather._can_gather
+    float8_gather._can_gather = possible if in_fp8 else lambda *_: False
+    try:
+        model = sharded_model()
+        stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-2), precision=precision_named(kind))
+        batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))
+        losses, gathered, evaluated = [], [], []
+        for number, precision in enumerate([kind, kind, "bf16", kind, kind]):
+            if precision != stepper.precision.name:
+                stepper.change_precision(precision)
+            losses.append(stepper.step(mse, batch).loss)
+            gathered.append(stepper.gathered_bytes)
+            assert not stepper.step(mse, batch * float("nan")).applied
+            with stepper.evaluating():
+                evaluated += [float(mse(model, batch)) for _ in range(1 + number % 2)]
+        tensors = [distributed.local(each) for each in model.state_dict().values()]
+        observed = stepper.observed
+        fp8 = 0.0 if observed is None else float(sum(observed.fp8.values()))
+        plain = all(type(each) is torch.Tensor and each.dtype is torch.float32 for each in tensors)
+        return Run(losses, gathered, evaluated, weights_of(model).tolist(), fp8, list(converted_layers(model)), plain)
+    finally:
+        float8_gather._can_gather = possible
 
 
 def trained(rank: int, in_fp8: bool) -> tuple[int | None, list[float], bool, list[float], float]:
@@ -57,6 +110,7 @@ def trained(rank: int, in_fp8: bool) -> tuple[int | None, list[float], bool, lis
     return gathered, losses, same, before.tolist(), fp8
 
 
+@pytest.mark.full
 def test_weights_are_gathered_in_fp8_and_their_bytes_counted(two: Ranks) -> None:
     (wide, other), (narrow, another) = two(trained, False), two(trained, True)
     weights = 2 * 2 * 64 * 256
@@ -71,3 +125,20 @@ def test_weights_are_gathered_in_fp8_and_their_bytes_counted(two: Ranks) -> None
     assert narrow[2]
     assert narrow[3] == another[3]
     assert narrow[4] == wide[4] > 0
+
+
+def test_a_precision_gathers_in_fp8_with_the_bits_of_a_gather_in_bf16(two: Ranks) -> None:
+    narrow, wide = (two(by_precision, "fp8", in_fp8) for in_fp8 in (True, False))
+    for one, other in zip(narrow, wide, strict=True):
+        assert one._replace(gathered=[]) == other._replace(gathered=[])
+        assert one.in_fp8 > 0
+        assert one.converted == ["0.0", "0.2", "1.0", "1.2", "3"]  # the last one is sharded by itself
+        assert one.plain
+        shares = [a / b for a, b in zip(one.gathered, other.gathered, strict=True) if a is not None and b is not None]
+        assert shares == pytest.approx([0.505, 0.505, 1.0, 0.505, 0.505], abs=0.01)
+
+
+@pytest.mark.full
+def test_scales_of_rows_are_gathered_in_bf16(two: Ranks) -> None:
+    narrow, wide = (two(by_precision, "fp8-rowwise", in_fp8) for in_fp8 in (True, False))
+    assert narrow == wide

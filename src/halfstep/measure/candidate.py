@@ -23,6 +23,7 @@ from halfstep.measure.conditions import conditions
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Stopwatch
 from halfstep.measure.worker_process import OpenedCandidate, TimedUpdate
+from halfstep.precision.conversion import converted_layers
 from halfstep.precision.hardware import describe
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import generator_states, set_generator_states
@@ -74,7 +75,10 @@ class Candidate:
     @property
     def opened(self) -> OpenedCandidate:
         """Return the conditions of its device and the samples of an update."""
-        return {"conditions": conditions(self.device), "samples": self.samples}
+        found = conditions(self.device)
+        if converted := converted_layers(self.model):
+            found["precision"] = {"converted": converted}
+        return {"conditions": found, "samples": self.samples}
 
     @property
     def graphs(self) -> int:

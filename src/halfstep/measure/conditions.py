@@ -35,6 +35,8 @@ class Conditions(TypedDict, total=False):
     flags: dict[str, str]
     arms: str
     """How a plan ran its candidates."""
+    precision: dict[str, dict[str, str]]
+    """As in a journal: the kind of fp8 of each converted layer; of the candidates of a bench only."""
 
 
 def conditions(device: torch.device | str | None = None) -> Conditions:

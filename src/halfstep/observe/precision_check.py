@@ -84,7 +84,8 @@ class Observation:
         fp8 = "".join(f", {work:.3g} FLOPs in {name}" for name, work in self.fp8.items())
         doubt = f", {share(self.confidence)} of the work known" if self.unknown else ""
         if self.share is None:
-            return f"{self.expected}: no matrix product or convolution was seen{islands}{fp8}{doubt}"
+            other = "other " if self.fp8 else ""
+            return f"{self.expected}: no {other}matrix product or convolution was seen{islands}{fp8}{doubt}"
         return f"{self.expected}: {share(self.share)} of {sum(self.flops.values()):.3g} FLOPs{islands}{fp8}{doubt}"
 
 

@@ -10,6 +10,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ def eligible_layers(
 
 
 def _not_converted(module: nn.Module, weight: Tensor, kind: str, *, tied: bool) -> str:
-    if type(module) is not nn.Linear and not hasattr(module, _MARK):
+    if _base(type(module)) is not nn.Linear and not hasattr(module, _MARK):
         return f"a {type(module).__name__} is not a plain Linear"
     if not kind:
         return "the policy leaves it out"
@@ -139,9 +140,23 @@ def convert_layers(model: nn.Module, kinds: Mapping[str, str]) -> None:
         if place not in emulated:
             emulated[place] = _is_emulated(*place)
         converted, attributes = computing_in(kind, emulate=emulated[place])
-        layer.__class__ = converted
+        own = type(layer)
+        layer.__class__ = converted if own is nn.Linear else _sharded(own, converted)
         vars(layer).update(attributes)
-        setattr(layer, _MARK, (kind, tuple(attributes)))
+        setattr(layer, _MARK, (kind, tuple(attributes), own))
+
+
+def _base(own: type) -> type:
+    """Return the class of a module before FSDP2 made its own of it, as it does of each that is sharded by itself."""
+    first, *others = own.__bases__
+    return others[0] if others and first.__name__ == "FSDPModule" else own
+
+
+@cache
+def _sharded(own: type, converted: type) -> type:
+    """Return the class that FSDP2 would have made of the converted class."""
+    inside = {name: value for name, value in vars(own).items() if name == "__deepcopy__"}
+    return type(own.__name__, (own.__bases__[0], converted), inside)
 
 
 def _is_emulated(device: torch.device, kind: str) -> bool:
@@ -154,8 +169,7 @@ def restore_layers(model: nn.Module) -> None:
     """Undo `convert_layers`."""
     for module in model.modules():
         if hasattr(module, _MARK):
-            _, attributes = vars(module).pop(_MARK)
-            module.__class__ = nn.Linear
+            _, attributes, module.__class__ = vars(module).pop(_MARK)
             for name in attributes:
                 del vars(module)[name]
 

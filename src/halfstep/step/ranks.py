@@ -75,6 +75,13 @@ class Ranks:
         with self.explained():
             self.wait(dist.all_reduce(tensor, group=self.group, async_op=True))
 
+    def largest(self, tensor: Tensor) -> Tensor:
+        """Return the largest number over all ranks, of each element."""
+        found = tensor.clone()
+        with self.explained():
+            self.wait(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True))
+        return found
+
     def collectives(self) -> int:
         """Return the number of collectives of the group started on this rank."""
         group: Any = dist.group.WORLD if self.group is None else self.group

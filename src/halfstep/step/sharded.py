@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from halfstep import distributed
 from halfstep.errors import WrongUse
+from halfstep.precision.conversion import converted_layers
 from halfstep.precision.island import islands
+from halfstep.precision.names import FP8
 from halfstep.step.optimizer_slot import Gradients
 from halfstep.step.ranks import Ranks
 from halfstep.step.sync import LossFunction, Synchroniser
@@ -150,6 +152,11 @@ class Sharded(Synchroniser):
         self._scale_weights = fp8.precompute_float8_dynamic_scale_for_fsdp if fp8 and gathers_fp8 else None
         """Computes the scales of weights that are gathered in fp8, with one collective instead of one in each gather.
         """
+        if FP8 in converted_layers(self.model).values():
+            from halfstep.step.float8_gather import compute_scales, gather_in_fp8
+
+            weights = gather_in_fp8(self._groups, self._ranks.largest)
+            self._scale_weights = lambda _: compute_scales(weights, self._ranks.largest)
 
     # -- a window -----------------------------------------------------------------------------------------------
 

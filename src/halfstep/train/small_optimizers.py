@@ -38,10 +38,10 @@ def small_adam(name: str, state: str, groups: Iterable[ParameterGroup], **argume
     except ImportError as error:
         raise missing_extra(error) or error from error
     base = getattr(small, names[name, state])
-    return type(base.__name__, (_WithWideGroups, base), {"_tables": {}})(groups, **arguments)  # type: ignore[no-any-return]
+    return type(base.__name__, (WithWideGroups, base), {"_tables": {}})(groups, **arguments)  # type: ignore[no-any-return]
 
 
-class _WithWideGroups:
+class WithWideGroups:
     """Changes to an optimizer of torchao: groups with moments in fp32, lr as a number, no compilation on a CPU."""
 
     param_groups: list[dict[str, Any]]

@@ -326,7 +326,7 @@ class BenchRow:
 
     @property
     def converted(self) -> int:
-        """Return the number of layers that its runs computed in fp8, as their journals have it."""
+        """Return the number of layers that its runs computed in fp8."""
         precision = self.runs[0].conditions.get("precision") if self.runs else None
         return len(precision.get("converted") or ()) if isinstance(precision, Mapping) else 0
 

@@ -91,7 +91,7 @@ class Bench(JsonResult, ShownAsPage):
         """Return remarks on all verdicts: the margin, other work on the machine, and deviations."""
         # Without a candidate to compare, a margin means nothing.
         margin = [report.margin_said(self.margin, self.metric)] if self.margin and len(self.rows) > 1 else []
-        in_fp8 = [f"{row.name}: {several(row.converted, 'layer')} in fp8" for row in self.rows if row.converted]
+        in_fp8 = [report.fp8_said(row, self.rows, self.metric) for row in self.rows if row.converted]
         return (*margin, *in_fp8, *filter(None, [busy(self.conditions)]), *self.notes)
 
     @property

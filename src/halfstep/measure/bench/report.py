@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from halfstep import numbers
-from halfstep.measure.bench.comparison import BenchMetric, BenchRow, Gain
+from halfstep.formats import BF16
+from halfstep.measure.bench.comparison import BenchMetric, BenchRow, Gain, gain_of
 from halfstep.measure.conditions import Conditions, in_words
 from halfstep.measure.parity import Margin, ParityTest
-from halfstep.numbers import many
+from halfstep.numbers import many, several
 
 Cell = Callable[[BenchRow, BenchRow], str]
 """The text of a column, from a row and the baseline's row."""
@@ -32,6 +33,21 @@ def claim(row: BenchRow, metric: BenchMetric, seeds: int) -> str:
     few = f"; {len(row.runs)} of {seeds} {many(seeds, 'seed')}" if len(row.runs) < seeds else ""
     failed = f"; then it failed: {row.failed}" if row.failed else ""
     return f"{', '.join(parts)}{few}{failed}"
+
+
+def fp8_said(row: BenchRow, rows: Sequence[BenchRow], metric: BenchMetric) -> str:
+    """Return `fp8: eligible (3 layers), slower than bf16 (0.35x, 0.33 to 0.37), same accuracy as fp32 (...)`."""
+    base = rows[0]
+    other = next((each for each in rows if each.config.precision == BF16.name and each.runs), base)
+    # Paired by seed: a race is against the baseline alone.
+    gain = gain_of(other.runs, row.runs)
+    if gain is None:
+        speed = f"speed {NOT_MEASURED}"
+    else:
+        unsure = gain.verdict == "can't tell"
+        verdict = "can't tell whether it is faster" if unsure else gain.verdict
+        speed = f"{verdict} than {other.name} ({gain_in_words(gain)})"
+    return f"{row.name}: eligible ({several(row.converted, 'layer')}), {speed}, {_parity_said(row.parity, metric)}"
 
 
 def best_said(row: BenchRow, metric: BenchMetric) -> str:

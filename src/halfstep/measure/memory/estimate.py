@@ -28,11 +28,11 @@ from halfstep.measure.memory.fake_tensors import (
     MakeCase,
     asked_at,
     built,
+    compiles_update,
     fake_mode,
     format_fake,
     made_once,
     numbers_refused,
-    uses_torchao,
     walked,
     without_torch_log,
     wrong_use_of,
@@ -63,7 +63,7 @@ def notes_of(
     at_peak: Mapping[str, int],
     wide: Mapping[str, int],
     gradients: str = "",
-    small_states: bool = False,
+    compiled_update: bool = False,
 ) -> tuple[Note, ...]:
     """Return the remarks; `wide` is the fp32 memory at the peak, by part, `gradients` the format of those of bf16."""
     peak = sum(at_peak.values())
@@ -78,11 +78,8 @@ def notes_of(
     if setting.weight_format != FP32.name and gradients:
         why = "they are added up over micro-batches" if setting.microbatches > 1 else "nothing is added up"
         notes.append(Note(f"weights as {setting.weight_format}, their gradients in {gradients}: {why}"))
-    if small_states:
-        inside = (
-            "what torchao's update takes inside itself, about 50 bytes for each element of one matrix, is not counted"
-        )
-        notes.append(Note(inside, only_here=True))
+    if compiled_update:
+        notes.append(Note("what torchao's compiled update takes inside itself is not counted", only_here=True))
     if setting.compile:
         notes.append(Note(COMPILED))
     if at_peak["buffers"] > _WORTH_NAMING * peak:
@@ -315,13 +312,13 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
     reading = read(candidate.timeline, since)
     at_peak = _more(reading.at_peak, beside)
     gradients = candidate.weights.gradient_format if candidate.weights else ""
-    small = uses_torchao(candidate.optimizer)
-    remarks = notes_of(setting, precision, device, at_peak, _more(reading.wide, beside), gradients, small)
+    compiled = compiles_update(candidate.optimizer, device)
+    remarks = notes_of(setting, precision, device, at_peak, _more(reading.wide, beside), gradients, compiled)
     assumptions = (*case.assumptions, *tracker.assumptions)
     remarks += tuple(Note(str(assumption)) for assumption in assumptions)
     if case.compiled and not setting.compile:
         remarks += (Note(COMPILED),)
-    could_be = _could_be_verified(setting, precision, device) and not (assumptions or case.compiled or small)
+    could_be = _could_be_verified(setting, precision, device) and not (assumptions or case.compiled or compiled)
     if candidate.timeline.not_covered and could_be:
         remarks = (*remarks, Note(not_covered(candidate.timeline.not_covered), only_here=True))
     return Ledger(

@@ -34,6 +34,7 @@ from halfstep.step.loss import ONLY, Counted, loss_and_aux
 from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.weight_format import NarrowWeights, takes_bf16
 from halfstep.train.activation_checkpointing import checkpoint_activations
+from halfstep.train.small_optimizers import WithWideGroups
 from halfstep.user_code import HALFSTEP, MEASURING, NO_FILE, TORCH, lines_outside, place_and_text
 
 # -- backward ---------------------------------------------------------------------------------------------------------
@@ -423,7 +424,7 @@ class FakeCandidate:
 
     def recorder(self) -> Recorder:
         """Return a recorder that adds the operations in its scope to the timeline."""
-        return _InsideSubclasses(self.model, self.timeline)
+        return _InsideSubclasses(self.model, self.timeline, compiles_update(self.optimizer, self.device))
 
     def step(self) -> None:
         """Take one whole update."""
@@ -471,8 +472,13 @@ class FakeCandidate:
 class _InsideSubclasses(Recorder):
     """A recorder of the operations that torchao's tensors compute with: casts and copies take memory, too."""
 
+    def __init__(self, model: nn.Module, timeline: Timeline, compiled: bool) -> None:
+        super().__init__(model, timeline)
+        moments = () if compiled else ("torchao.optim.",)
+        self._inside = ("torchao.float8.", "torchao.prototype.", *moments)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind.__module__.startswith(("torchao.float8.", "torchao.prototype.")) for kind in types):
+        if any(kind.__module__.startswith(self._inside) for kind in types):
             return NotImplemented  # then the tensor's own method runs, in this mode
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -480,6 +486,11 @@ class _InsideSubclasses(Recorder):
 def uses_torchao(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is one of torchao's."""
     return any(kind.__module__.startswith("torchao") for kind in type(optimizer).__mro__)
+
+
+def compiles_update(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Return whether an optimizer compiles its update: what the kernels take inside themselves is not known."""
+    return uses_torchao(optimizer) and not (isinstance(optimizer, WithWideGroups) and device.type == "cpu")
 
 
 @contextmanager
