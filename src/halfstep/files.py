@@ -96,7 +96,13 @@ def making_folder(place: Path) -> Iterator[Path]:
     draft = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     try:
         yield draft
-        draft.chmod(0o755)  # mkdtemp's folders are private
+        # mkdtemp's folders are private, and so are the files of safetensors.
+        (plain := draft / ".plain").touch()
+        mode = plain.stat().st_mode
+        plain.unlink()
+        for path in filter(Path.is_file, draft.rglob("*")):
+            path.chmod(mode)
+        draft.chmod(0o755)
         os.replace(draft, place)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -121,6 +121,9 @@ def test_the_commands(texts: dict[str, str], tmp_path: Path) -> None:
     code, said = run("check", out, "--json")
     assert code == 0
     assert json.loads(said)["splits"]["train"]["documents"] == 27
+    code, said = run("check", "text_small")
+    assert code == 78
+    assert "tokens" in said
     (out / "train-00000.bin").write_bytes(bytes(reversed((out / "train-00000.bin").read_bytes())))
     code, said = run("check", out)
     assert code == 65

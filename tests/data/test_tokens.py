@@ -26,7 +26,15 @@ from halfstep.data.fingerprint import fingerprint
 from halfstep.data.loader import TrainLoader
 from halfstep.data.token_files import INDEX, TokenArray, TokenIndex, TokenShard, TokenSplit, TokenWriter, read_index
 from halfstep.data.token_windows import TokenWindows
-from halfstep.data.tokenizing import TokensReport, documents_in, open_tokenizer, read_tokenizer, write_tokens
+from halfstep.data.tokenizing import (
+    Document,
+    TokensReport,
+    documents_in,
+    open_tokenizer,
+    read_tokenizer,
+    train_tokenizer,
+    write_tokens,
+)
 from halfstep.errors import BadData, BadSample, FolderTaken, MissingExtra, WrongUse
 from halfstep.files import write_text
 
@@ -145,6 +153,24 @@ def test_what_is_no_text_is_left_out_with_its_name(tmp_path: Path) -> None:
     assert texts["bad.jsonl#0"] == "good line of text"
 
 
+def test_a_share_is_held_out_of_the_documents_with_text(tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"blank{number}.txt").write_text(" \n")
+    (folder / "latin.txt").write_bytes("Käse".encode("latin-1"))
+    for refused in (folder, folder / "latin.txt"):
+        with pytest.raises(BadData):
+            write_tokens([refused], "train:400", tmp_path / "out")
+    for number in range(3):
+        (folder / f"{number}.txt").write_text(f"{sentence(number)}---{sentence(number + 50)}")
+    report = write_tokens([folder], "train:400", tmp_path / "out")
+    assert (report.train.documents, report.val.documents, len(report.left_out)) == (2, 1, 21)
+    report = write_tokens([folder], "train:400", tmp_path / "divided", separator="---")
+    assert report.train.documents + report.val.documents == 6
+    assert [one.name for one in report.left_out] == ["latin.txt"]
+
+
 def test_a_document_larger_than_a_piece_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizing, "PIECE", 500)
     monkeypatch.setattr(token_files, "SHARD_TOKENS", 300)
@@ -156,6 +182,28 @@ def test_a_document_larger_than_a_piece_is_whole(tmp_path: Path, monkeypatch: py
     assert max(len(report.train.shards), len(report.val.shards)) > 3
     texts = {**texts_of(report.folder, "train"), **texts_of(report.folder, "val")}
     assert texts == {"large.txt": text, "small.txt": sentence(1)}
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_a_document_in_pieces_has_the_tokens_of_the_whole(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(sentence(number) for number in range(60)).replace("\n", ends)
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_bytes(text.encode())
+    monkeypatch.setattr(tokenizing, "PIECE", 500)
+    report = write_tokens([tmp_path / "0.txt", tmp_path / "1.txt"], "train:400", tmp_path / "out", val=0.5)
+    whole = read_tokenizer(report.folder).encode(text).ids
+    for split in ("train", "val"):
+        assert TokenArray(report.folder, split).read(0, len(whole) + 1).tolist() == [*whole, 0]
+
+
+def test_a_long_word_does_not_delay_the_training_of_a_tokenizer() -> None:
+    text = sentence(1) * 20 + "ACGT" * 15_000
+    begin = time.process_time()
+    tokenizer, _ = train_tokenizer([Document("dna", lambda: iter([text]))], 400)
+    assert time.process_time() - begin < 2.0
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 def test_a_folder_that_is_taken_and_a_failed_run_leave_nothing(corpus: Path, tmp_path: Path) -> None:

@@ -234,10 +234,21 @@ def test_text_is_greedy_or_sampled_by_the_seed() -> None:
     assert task.prompt("").tolist() == [0]
 
 
-def test_a_prompt_longer_than_the_window_is_cut_from_its_beginning() -> None:
-    task = text(new_tokens=4)
+@pytest.mark.parametrize(("kind", "new_tokens", "most"), [("llama", 4, 4), ("gpt2", 100, 31)])
+def test_a_prompt_longer_than_the_window_is_cut_from_its_beginning(kind: str, new_tokens: int, most: int) -> None:
+    task = text(type=kind, new_tokens=new_tokens)
     found = task.predict(task.model().eval(), task.prompt("import os\n" * 200))
-    assert found.values["tokens"] <= 4
+    assert 0 < found.values["tokens"] <= most
+
+
+def test_tokens_of_another_tokenizer_are_not_the_runs() -> None:
+    task, other = text(), made("text", data={"vocabulary": 400})
+    same = text()
+    for one in (same, other):
+        one.remember(task.facts())
+    assert len(same.source("val")) > 0
+    with pytest.raises(BadData):
+        other.source("val")
 
 
 # -- a base -----------------------------------------------------------------------------------------------------------

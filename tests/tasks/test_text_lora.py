@@ -69,7 +69,9 @@ def raw(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("base_format", FORMATS)
-def test_the_base_is_untouched_and_the_adapter_learns(base: Path, base_format: str) -> None:
+def test_the_base_is_untouched_and_the_adapter_learns(
+    base: Path, base_format: str, caplog: pytest.LogCaptureFixture
+) -> None:
     task = adapted(base, base_format)
     model = task.model()
     precision = precision_named("fp32" if base_format == "fp32" else "bf16")
@@ -89,6 +91,9 @@ def test_the_base_is_untouched_and_the_adapter_learns(base: Path, base_format: s
     spoiled = stepper.step(lambda m, b: task.loss(m, b).sum * float("nan"), batch)
     assert not spoiled.applied
     assert all(torch.equal(a, b) for a, b in zip(held, trained, strict=True))
+    with adapters.computing(model), torch.no_grad():
+        task.loss(model.eval(), batch)
+    assert "MatMul8bitLt" not in caplog.text
 
 
 def test_layers_that_are_trained_whole_are_fp32_whatever_peft_left(base: Path) -> None:
@@ -136,8 +141,9 @@ def test_the_ledger_counts_the_base_as_it_is_stored(base: Path, base_format: str
     "adapter", [{"targets": ["q_projj"]}, {"targets": ["q_proj", "nope"]}, {"also_train": ["nope"]}, {"targets": []}]
 )
 def test_names_that_match_nothing_are_refused(base: Path, adapter: dict[str, Any]) -> None:
-    with pytest.raises(BadRecipe):
+    with pytest.raises(BadRecipe) as refused:
         adapted(base, **adapter).model()
+    assert "base_layer" not in str(refused.value)  # the base's names, not peft's
 
 
 @pytest.mark.wording

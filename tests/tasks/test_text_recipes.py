@@ -11,7 +11,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 pytest.importorskip("peft")
 
+from typer.testing import CliRunner
+
 import halfstep
+from halfstep.cli.main import build
 from halfstep.files import read_json
 
 CUT = [
@@ -28,3 +31,19 @@ def test_three_updates_with_the_sizes_cut(recipe: str, tmp_path: Path) -> None:
     result = read_json(run / "result.json")
     assert result["steps"] == 3
     assert math.isfinite(result["metrics"]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world"),
+    [
+        ("llama_8b", 1),
+        pytest.param("llama_8b", 8, marks=pytest.mark.full),
+        pytest.param("qwen_lora_7b", 1, marks=pytest.mark.full),
+        pytest.param("qwen_lora_7b", 8, marks=pytest.mark.full),
+    ],
+)
+def test_an_estimate_on_many_gpus_with_the_sizes_cut(recipe: str, world: int) -> None:
+    words = ["estimate", recipe, "--device", "h100", "--world", str(world), "--json", *CUT]
+    done = CliRunner().invoke(build(), words)
+    assert done.exit_code == 0, done.output
+    assert "not verified" in done.output

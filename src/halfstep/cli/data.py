@@ -146,10 +146,17 @@ def _check(folder: str, task: str | None, masks: Path | None, classes: int | Non
     from halfstep.data.check.report import check
     from halfstep.data.layout import data_place, find_layout
     from halfstep.data.token_files import has_tokens
+    from halfstep.recipe.sources import recipe_names
 
     if has_tokens(data_place(folder)):
         _check_tokens(data_place(folder), json)
         return
+    if not Path(folder).is_dir() and (folder in recipe_names() or folder.endswith((".yaml", ".yml"))):
+        raise WrongUse(
+            f"{folder} is a recipe, not a folder of data",
+            allowed="a folder of images, or of tokens that halfstep data tokens wrote",
+            do=f"halfstep data check FOLDER, the data.path of the run (halfstep recipes explain {folder})",
+        )
     layout = find_layout(data_place(folder), task, masks)
     with progress("reading", "files") as on_progress:
         report = check(layout, on_progress, classes)

@@ -73,11 +73,11 @@ def _converted(file: Path, out: Path) -> ConvertedBase:
         folder, name = str(file.parent), file.name
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # a truncated file raises anything: struct.error, IndexError, ...
         raise BadData(
             f"{file} cannot be converted: {in_one_line(error)[:200]}",
             allowed="an architecture and a quantization that transformers reads",
-            do="get the model as safetensors instead",
+            do="copy the file again, or get the model as safetensors instead",
         ) from error
     # transformers refuses to save quantized weights; a plain model with the same weights is saved instead.
     config = copy.deepcopy(model.config)

@@ -31,7 +31,7 @@ def existing(root: str | Path, what: str) -> Path:
     if not folder.is_dir():
         raise BadData(
             f"{what} {folder} is {'a file' if folder.exists() else 'not there'}",
-            allowed="a folder with your images",
+            allowed="a folder with your data",
             do="look for it with ls, and give its path as --data_dir FOLDER",
         )
     return folder

@@ -219,7 +219,8 @@ def _unrecognised(folder: Path, task: str | None) -> BadData:
         where = "images/, and their masks into masks/" if task != CLASSIFICATION else "a folder for each class"
         return BadData(f"{folder} holds images, and no folders for them", allowed=allowed, do=f"move them into {where}")
     found = ", ".join(_folders(folder)[:8]) or "no folder at all"
-    return BadData(f"{folder} holds {found}", allowed=allowed, do="give the folder above or below it, or rename these")
+    do = "give the folder above or below it, or rename these; text becomes tokens first: halfstep data tokens"
+    return BadData(f"{folder} holds {found}", allowed=allowed, do=do)
 
 
 def _named(folder: Path, names: Iterable[str]) -> str | None:

@@ -32,7 +32,7 @@ from halfstep.data.token_files import (
     sha256_of,
 )
 from halfstep.draw.notebook import ShownAsPage
-from halfstep.errors import BadData, FolderTaken, StorageFailed, WrongUse, missing_extra
+from halfstep.errors import BadData, FolderTaken, StorageFailed, WrongUse, require
 from halfstep.files import cache_folder, making_folder, storing
 from halfstep.json_data import JsonResult
 from halfstep.numbers import size
@@ -148,7 +148,11 @@ def _documents(name: str, path: Path, separator: str | None) -> Iterator[Documen
     elif separator is None:
         yield Document(name, lambda: _pieces(path))
     else:
-        text = "".join(_pieces(path))
+        try:
+            text = "".join(_pieces(path))
+        except (OSError, ValueError):
+            yield Document(name, lambda: _pieces(path))  # left out with the reason
+            return
         for number, part in enumerate(part for part in text.split(separator) if part.strip()):
             yield _held(f"{name}#{number}", part)
 
@@ -196,7 +200,7 @@ def _pieces(path: Path) -> Iterator[str]:
         yield held
 
 
-_LINE_START = re.compile(r"(?<=\S\n)(?=\S)")
+_LINE_START = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S\r)(?=\n\S)")
 """A place where a text can be cut without another tokenization of its parts."""
 
 
@@ -221,10 +225,9 @@ class EndedTokenizer(NamedTuple):
 
 
 def _package() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise missing_extra(error) or error from error
+    require("tokenizers")
+    import tokenizers
+
     return tokenizers
 
 
@@ -280,6 +283,9 @@ def _configured(path: Path) -> list[str]:
     return [named] if isinstance(named, str) else []
 
 
+_LONG_WORD = re.compile(r"\S{256}")
+
+
 def train_tokenizer(documents: Iterable[Document], vocabulary: int, end: str = END) -> EndedTokenizer:
     """Return a byte-level BPE tokenizer, trained on these documents; the end token is number 0."""
     package = _package()
@@ -292,7 +298,9 @@ def train_tokenizer(documents: Iterable[Document], vocabulary: int, end: str = E
         initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((piece for one in documents for piece in _readable(one)), trainer)
+    pieces = (piece for one in documents for piece in _readable(one))
+    # The trainer's time grows with the square of a word: a line of base64 or of DNA would take hours.
+    tokenizer.train_from_iterator((_LONG_WORD.sub(r"\g<0> ", piece) for piece in pieces), trainer)
     tokenizer.encode_special_tokens = True
     return EndedTokenizer(tokenizer, 0)
 
@@ -326,7 +334,8 @@ def write_tokens(
         )
     if not asked:
         opened = open_tokenizer(tokenizer, end)
-    documents, notes = documents_in(places, separator), []
+    documents, left_out = _with_text(documents_in(places, separator))
+    notes = []
     if len(documents) == 1:
         documents = _halved(documents[0], val)
         notes.append(f"one document: its last {val:.0%} is held out; --separator TEXT divides it into documents")
@@ -344,11 +353,32 @@ def write_tokens(
         ),
         making_folder(out) as draft,
     ):
-        left_out = _write(documents, held, opened, draft, on_progress)
+        left_out += _write(documents, held, opened, draft, on_progress)
         index = read_index(draft)
         _refuse_empty(index, left_out, out)
     name = opened.tokenizer.id_to_token(opened.end)
     return TokensReport(out, index.vocabulary, name, index.dtype, index.train, index.val, tuple(left_out), tuple(notes))
+
+
+def _with_text(documents: Sequence[Document]) -> tuple[list[Document], list[LeftOut]]:
+    """Return the documents with text, of which a share is held out, and the others; raise BadData where none has."""
+    found, left_out = [], []
+    for document in documents:
+        try:
+            pieces = document.pieces()
+            if next(pieces, "").strip() or next(pieces, ""):
+                found.append(document)
+            else:
+                left_out.append(LeftOut(document.name, "empty"))
+        except (OSError, ValueError) as error:
+            left_out.append(LeftOut(document.name, _why(error)))
+    if not found:
+        raise BadData(
+            f"no document has text; {left_out[0].name}: {left_out[0].reason}",
+            allowed="text in UTF-8",
+            do="add documents, or convert them: iconv -f latin1 -t utf-8 FILE",
+        )
+    return found, left_out
 
 
 def _refuse_taken(out: Path) -> None:
@@ -361,13 +391,20 @@ def _refuse_empty(index: TokenIndex, left_out: Sequence[LeftOut], out: Path) -> 
         if not split.documents:
             why = f"; {left_out[0].name}: {left_out[0].reason}" if left_out else ""
             raise BadData(
-                f"{out}: no {name} document has text{why}", allowed="text on both sides", do="add documents, or --val"
+                f"{out}: no {name} document has text{why}",
+                allowed="text on both sides",
+                do="add documents, or hold out another share: --val 0.1",
             )
 
 
 def _halved(document: Document, val: float) -> list[Document]:
     """Return the first part and the last share of a document, divided at the beginning of a line."""
-    text = "".join(document.pieces())
+    try:
+        text = "".join(document.pieces())
+    except (OSError, ValueError) as error:
+        raise BadData(
+            f"{document.name}: {_why(error)}", allowed="text in UTF-8", do="convert it, or add files"
+        ) from error
     if len(text) < SHORTEST:
         raise BadData(
             f"{document.name} is the only document, and has {len(text):,} characters",
@@ -398,9 +435,7 @@ def _write(
         except (OSError, ValueError) as error:
             left_out.append(LeftOut(document.name, _why(error)))
             continue
-        if not first.strip() and second is None:
-            left_out.append(LeftOut(document.name, "empty"))
-        elif second is None:
+        if second is None:
             batch.append(_Piece(writer, document.name, first))
         else:
             _put(batch, tokenizer)

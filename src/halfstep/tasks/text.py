@@ -170,13 +170,15 @@ class Text(Task):
         sampling: dict[str, Any] = {"do_sample": False}
         if options.temperature > 0:
             sampling = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k}
+        most = getattr(model.inner.config, "max_position_embeddings", None) or math.inf
+        new_tokens = int(min(options.new_tokens, most - 1))
         # The newest tokens, where a prompt is longer than what the model was trained with.
-        prompt = tokens[-max(1, self.recipe.data.length - options.new_tokens) :].unsqueeze(0)
+        prompt = tokens[-max(1, self.recipe.data.length - new_tokens) :].unsqueeze(0)
         with adapters.computing(model):
             found = model.language.generate(
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
-                max_new_tokens=options.new_tokens,
+                max_new_tokens=new_tokens,
                 pad_token_id=self._end,
                 eos_token_id=self._end,
                 use_cache=True,
@@ -190,36 +192,29 @@ class Text(Task):
     def write_folder(self, model: nn.Module, folder: Path, merge: bool = False) -> list[str]:
         """Write the model and its tokenizer as a folder that transformers loads, and compare what it loads."""
         assert isinstance(model, LanguageModel)
-        self._known()
-        model.inner.config.use_cache = True
-        with without_bars():
-            if model.has_adapter:
-                return self._write_merged(model, folder) if merge else self._write_adapter(model, folder)
-            return self._write_whole(model, folder, merge)
-
-    def _write_whole(self, model: LanguageModel, folder: Path, merge: bool) -> list[str]:
-        if merge:
+        if merge and not model.has_adapter:
             raise WrongUse("a merge without an adapter", allowed="runs with model.adapter", do="leave --merge out")
-        model.language.save_pretrained(folder)
-        building.save_tokenizer(self._tokenizer, self._end, folder)
-        again = LanguageModel(building.load_base(str(folder), False, dtype=torch.float32))
-        return [compared_logits(model, again, self._vocabulary)]
+        self._known()
+        with without_bars():
+            written, lines = self._merged(model) if merge else (model, [])
+            written.inner.config.use_cache = True
+            written.language.save_pretrained(folder)
+            building.save_tokenizer(self._tokenizer, self._end, folder)
+            if merge:
+                return lines
+            if model.has_adapter:
+                return [f"the adapter alone; its base is {self.recipe.model.base}, fingerprint {self._base}"]
+            again = LanguageModel(building.load_base(str(folder), False, dtype=torch.float32))
+            return [compared_logits(model, again, self._vocabulary)]
 
-    def _write_adapter(self, model: LanguageModel, folder: Path) -> list[str]:
-        model.language.save_pretrained(folder)
-        building.save_tokenizer(self._tokenizer, self._end, folder)
-        return [f"the adapter alone; its base is {self.recipe.model.base}, fingerprint {self._base}"]
-
-    def _write_merged(self, model: LanguageModel, folder: Path) -> list[str]:
+    def _merged(self, model: LanguageModel) -> tuple[LanguageModel, list[str]]:
+        """Return the merged model and its losses; raise `WrongUse` where it is worse."""
         whole = adapters.merged(model, building.config_from(self._config or building.as_plain(model.inner.config)))
         with model.language.disable_adapter():
             base = self._held_out_loss(model)
         losses = adapters.MergeLosses(base, self._held_out_loss(model), self._held_out_loss(whole))
         losses.refuse_worse()
-        whole.language.config.use_cache = True
-        whole.language.save_pretrained(folder)
-        building.save_tokenizer(self._tokenizer, self._end, folder)
-        return [str(losses)]
+        return whole, [str(losses)]
 
     @torch.no_grad()
     def _held_out_loss(self, model: LanguageModel) -> float:
@@ -244,7 +239,14 @@ class Text(Task):
         python = data.name == "python"
         self._folder = python_tokens(data.samples, data.vocabulary) if python else data_place(data.path)
         self._index = index = read_index(self._folder)
-        self._tokenizer = self._tokenizer or read_tokenizer(self._folder)
+        own = read_tokenizer(self._folder)
+        if self._tokenizer is not None and own.get_vocab() != self._tokenizer.get_vocab():
+            raise BadData(
+                f"the tokens of {self._folder} are of another tokenizer than those of the run",
+                allowed="the tokens that the run was trained on, or others of its tokenizer",
+                do=f"put them back at {self._folder}",
+            )
+        self._tokenizer = own
         self._end, self._vocabulary = index.end, index.vocabulary
         self._tokens_per_byte = {s: index.split(s).tokens / max(index.split(s).bytes, 1) for s in ("train", "val")}
 

@@ -26,6 +26,7 @@ from halfstep.measure.batches import bytes_of, placed, resized, size_of, tensors
 from halfstep.measure.case import Case, resolve_precision
 from halfstep.measure.memory.estimate import replaced
 from halfstep.measure.memory.fake_tensors import AnyNumber, built, fake_mode, numbers_refused, ready
+from halfstep.measure.memory.fake_tensors import placed as placed_model
 from halfstep.measure.scale.layout import Group, RankLayout
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.island import settle
@@ -97,6 +98,7 @@ def count(make_case: Callable[[], Case], setting: StepSetting, layout: RankLayou
     settle(case.model)
     # The mesh has numbers, and is made before the mode.
     with _without_peers(layout) as mesh, mode, numbers_refused("ranks are counted without computing any"):
+        placed_model(case.model, _HOST, channels_last=False)  # a large recipe's model is built on no device
         if layout.shard_size == 1:
             return _replicated(case, setting, precision, layout)
         return _sharded(case, setting, precision, layout, mesh)

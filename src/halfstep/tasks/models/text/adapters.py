@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import warnings
 from collections.abc import Iterable
@@ -46,7 +47,7 @@ def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageMod
     else:
         language = building.load_base(options.base, options.download, **_how(options.base_format, device))
     language.config.use_cache = False
-    adapter = options.adapter
+    adapter, names = options.adapter, _layer_names(language)
     settings = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha or 2 * adapter.rank,
@@ -63,10 +64,10 @@ def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageMod
     except ValueError as error:
         raise BadRecipe(
             f"model.adapter.targets={adapter.targets}: {str(error)[:200]}",
-            allowed=f"names of its layers: {', '.join(_layer_names(language))}",
+            allowed=f"names of its layers: {names}",
             do="write model.adapter.targets=[q_proj, v_proj], or others of these",
         ) from error
-    _refuse_unmatched(wrapped, adapter)
+    _refuse_unmatched(wrapped, adapter, names)
     store_trained_in_fp32(wrapped)
     model = LanguageModel(wrapped)
     model.leave_out_base()
@@ -84,18 +85,25 @@ def _how(base_format: str, device: torch.device) -> dict[str, Any]:
         return {"dtype": _stored(base_format)}
     from transformers import BitsAndBytesConfig
 
+    # A function is one filter however often it is added.
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_not_a_cast)
     how: dict[str, Any] = {"load_in_8bit": True}
     if base_format == "nf4":
         how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": BF16.dtype}
     return {"dtype": BF16.dtype, "quantization_config": BitsAndBytesConfig(**how), "device_map": {"": device}}
 
 
-def _layer_names(language: nn.Module) -> list[str]:
+def _not_a_cast(record: logging.LogRecord) -> bool:
+    """Drop the line that bitsandbytes logs for each product of an int8 base; `ready` says it once."""
+    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
+
+
+def _layer_names(language: nn.Module) -> str:
     found = (name.rpartition(".")[2] for name, part in language.named_modules() if isinstance(part, nn.Linear))
-    return list(dict.fromkeys(found))
+    return ", ".join(dict.fromkeys(found))
 
 
-def _refuse_unmatched(language: nn.Module, adapter: Any) -> None:
+def _refuse_unmatched(language: nn.Module, adapter: Any, known: str) -> None:
     """Raise `BadRecipe` for a name that no layer has: peft is content with one that matches."""
     parts = (name.rpartition(".") for name, _ in language.named_modules())
     paths = [path for path, _, part in parts if part in ("lora_A", "modules_to_save")]
@@ -104,7 +112,7 @@ def _refuse_unmatched(language: nn.Module, adapter: Any) -> None:
         if lost:
             raise BadRecipe(
                 f"model.adapter.{setting}: no layer is called {', '.join(lost)}",
-                allowed=f"names of its layers: {', '.join(_layer_names(language))}",
+                allowed=f"names of its layers: {known}",
                 do=f"leave {lost[0]} out, or correct it",
             )
 
@@ -176,7 +184,10 @@ def ready(model: LanguageModel, options: Any, precision: Precision) -> list[str]
         if wide:
             lines.append(f"the base is stored in fp32: the run computes in {precision.name}")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return [*lines, *table(parts_of(model, precision)), f"{trained:,} parameters are trained"]
+    lines += [*table(parts_of(model, precision)), f"{trained:,} parameters are trained"]
+    if options.base_format == "int8":
+        lines.append("bitsandbytes casts the inputs of its int8 products to fp16 (up to 65,504), then to int8")
+    return lines
 
 
 # -- the files of a base ----------------------------------------------------------------------------------------------
