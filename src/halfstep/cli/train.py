@@ -66,7 +66,10 @@ def run(
     accepted = accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
     resolved, own, notes = _resolved(recipe, task, context.args, now)
     if show:
-        _show(resolved, now)
+        from halfstep.recipe.strict_yaml import to_yaml
+
+        now("")
+        say(to_yaml(resolved.recipe).rstrip("\n"))
         return
     # A user's task may need other packages and data than ours, so only our tasks are checked early.
     if own is None:
@@ -118,13 +121,6 @@ def _resolved(recipe: str, task: Path | None, words: list[str], now: Now) -> tup
         own, digest = task_from_file(task)
     notes = [f"task {own.__name__} from {task} (sha256 {digest})"]
     return resolved_recipe(found, words, schema=own.schema), own, notes
-
-
-def _show(resolved: Resolved, now: Now) -> None:
-    from halfstep.recipe.strict_yaml import to_yaml
-
-    now("")
-    say(to_yaml(resolved.recipe).rstrip("\n"))
 
 
 def _launched(resolved: Resolved, stopping: Stopping, options: dict[str, Any]) -> Run:
