@@ -1,4 +1,4 @@
-"""A small run in a process of its own, to be killed, starved, signalled and started again."""
+"""A small run in a process of its own, to be killed, starved, signaled and started again."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def run(
     seconds: Annotated[float, typer.Option(help="How long it may take, about.")] = SECONDS,
     device: OnDevice = None,
     grow_batch: Annotated[
-        bool, flag("--grow-batch", "Try larger batches too, which changes the optimisation.")
+        bool, flag("--grow-batch", "Try larger batches too, which changes the optimization.")
     ] = False,
     write: Annotated[
         Path | None, typer.Option(help="The recipe to write; runs/plan-RECIPE.yaml if left out.", metavar="FILE")

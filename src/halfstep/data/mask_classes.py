@@ -160,7 +160,7 @@ def _from_colours(masks: Sequence[MaskCounts]) -> MaskReading:
             for value, pixels in mask.pixels.items():
                 counts[colour_of(value) if mask.in_colour else (value, value, value)] += pixels
     if not 2 <= len(counts) <= min(MOST_VALUES, _MOST_CLASSES):
-        return MaskReading(2, f"{len(counts)} different colours, which are no classes")
+        return MaskReading(2, f"{len(counts)} different colors, which are no classes")
     # Class 0 is the background by convention: black, or else the most frequent color.
     background = (0, 0, 0) if (0, 0, 0) in counts else counts.most_common(1)[0][0]
     palette = (background, *sorted(colour for colour in counts if colour != background))

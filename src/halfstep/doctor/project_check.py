@@ -59,13 +59,16 @@ def report_of(project: Project, runs: Sequence[ProjectRun], findings: Sequence[L
     settings = {(s.place, s.line, s.key): s for source in project.sources for s in source.precision}
     settings |= {(s.place, s.line, s.key): s for launch in project.launches for s in launch.source.precision}
     settings |= {(s.place, s.line, s.key): s for run in runs for source in run.sources for s in source.precision}
+    status = status_of_project(runs, findings)
+    if not project.files:
+        status = replace(status, final="nothing to check: the folder has no script and no configuration")
     return ProjectReport(
         project.root,
         FileCounts(project.files, len({place for place, _, _ in settings}), project.more),
         list(settings.values()),
         [_row(run) for run in runs],
         list(findings),
-        status_of_project(runs, findings),
+        status,
     )
 
 
@@ -354,5 +357,5 @@ def _final(errors: Sequence[LocatedFinding], status: PrecisionStatus) -> str:
     if not errors:
         return status.final
     count = several(len(errors), "error")
-    mended = all(finding.edits for finding in errors)
-    return f"not ready: {count}; {'--fix shows the patch' if mended else 'see the fix below each error'}"
+    fixable = all(finding.edits for finding in errors)
+    return f"not ready: {count}; {'--fix shows the patch' if fixable else 'see the fix below each error'}"

@@ -242,7 +242,7 @@ def _findings(asked: str, rungs: list[Considered], device: Device) -> tuple[Find
     can = ability(device, precision_named(took).needs)
     if not can.native:
         native = ", ".join(["auto", *_native(device)])
-        fix = f"ask for one of {native}, unless {took}'s behaviour is what you study"
+        fix = f"ask for one of {native}, unless {took}'s behavior is what you study"
         return (Finding(_SLOW, "warning", f"{took} on {device.name}: {can.reason}", fix),)
     return ()
 

@@ -160,7 +160,7 @@ class Wrapped(Synchroniser):
         """Raise WrongUse: the function form needs the plain model."""
         raise WrongUse(
             "stepper.step() with a model in DistributedDataParallel",
-            allowed="the plain model, which halfstep wraps so that all of its methods synchronise",
+            allowed="the plain model, which halfstep wraps so that all of its methods synchronize",
             do="Stepper(model.module, ...); or keep the wrapper and use stepper.forward()",
         )
 

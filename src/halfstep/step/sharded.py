@@ -133,7 +133,7 @@ class Sharded(Synchroniser):
         if outside:
             raise WrongUse(
                 f"trainable parameters that FSDP2 does not hold: {', '.join(outside[:5])}",
-                allowed="every trainable parameter in fully_shard, which synchronises what it holds",
+                allowed="every trainable parameter in fully_shard, which synchronizes what it holds",
                 do="fully_shard(model) without ignored_params, or freeze them",
             )
         self._groups = list(_groups(self.model))

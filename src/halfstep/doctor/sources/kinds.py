@@ -1,4 +1,4 @@
-"""Recognise what a file is by its content, and read it. Imports no torch."""
+"""Recognize what a file is by its content, and read it. Imports no torch."""
 
 from __future__ import annotations
 
