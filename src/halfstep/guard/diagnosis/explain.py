@@ -173,7 +173,7 @@ def spot(found: Spot) -> str:
     return f"{found} holds {found.value}{many}"
 
 
-def written(found: Spot) -> str:
+def batch_written(found: Spot) -> str:
     """Return the sentence for non-finite values in a batch that the step itself wrote to."""
     return f"data: {spot(found)}, and {BATCH_WRITTEN}, so its original values are unknown"
 
