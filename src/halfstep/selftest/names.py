@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, TypedDict
+
 PARTS = {
     "transaction": "a skipped step changes no tensor, an applied one updates them, an error in the loss is rolled back",
     "scale": "fp16: the loss scale cancels out in the update, falls on an overflow, rises after clean steps",
@@ -17,5 +19,18 @@ PARTS = {
 }
 """A line about each part; `parts/NAME.py` has its `check`."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+class PartRow(TypedDict):
+    """The result of one part, as the report's JSON has it."""
+
+    part: str
+    result: str
+    figure: str
+    figures: Any
+    error: str | None
+    seconds: float
+
+
 FORM = 1
 """The form of the JSON."""
