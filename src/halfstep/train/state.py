@@ -179,7 +179,7 @@ class State:
             chunks |= {key: chunked(key, tensor) for key, tensor in found.items() if distributed.is_shard(tensor)}
             for key, tensor in found.items():
                 if chunks[key].is_held_by(rank) if key in chunks else rank == 0 or key.startswith(OWN):
-                    tensors[key] = distributed.local(tensor)
+                    tensors[key] = distributed.local(tensor) if key in chunks else tensor
         return RankSnapshot(
             attempt,
             plain,
