@@ -134,7 +134,7 @@ def _from_numbers(masks: Sequence[MaskCounts], classes: int | None) -> MaskReadi
     palette = tuple((value, value, value) for value in sorted(common))
     if len(palette) < 2:
         return MaskReading(2, f"nothing but {palette[0][0]}")
-    return MaskReading(len(palette), _listed("greys", [c[0] for c in palette]), palette=palette)
+    return MaskReading(len(palette), _listed("grays", [c[0] for c in palette]), palette=palette)
 
 
 def _present(masks: Iterable[MaskCounts]) -> tuple[set[int], set[int]]:
