@@ -173,7 +173,7 @@ class Spectral(nn.Module):
 
 
 def logged(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """A loss that reads numbers of the model, as many do for a log, and drops what is not labelled."""
+    """A loss that reads numbers of the model, as many do for a log, and drops what is not labeled."""
     scores, labels = model(batch[0]), batch[1]
     loss = F.cross_entropy(scores[labels >= 0], labels[labels >= 0])
     if not torch.isfinite(loss):

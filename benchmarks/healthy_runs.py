@@ -118,7 +118,7 @@ def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def small_batches() -> Training:
-    """Trains on one to four samples at a time, of which a few are rare, far out or wrongly labelled."""
+    """Trains on one to four samples at a time, of which a few are rare, far out or wrongly labeled."""
     model, true, size = network(), torch.randn(8, 4), 1 + int(draw(0, 4))
     heavy = torch.distributions.StudentT(draw(3.0, 6.0))
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from halfstep.errors import TRY_AGAIN
 from halfstep.journal import jsonl
-from halfstep.journal.curves import Curves
+from halfstep.journal.curves import CurvesListener
 from halfstep.journal.events import END, FORMAT, START, Event
 from halfstep.journal.jsonl import JOURNAL, as_line
 from halfstep.journal.listeners import recall
@@ -169,7 +169,7 @@ def summary(path: Path) -> int:
 
 def recalled(path: Path) -> int:
     """Tell a journal to the console, the log and the curves of a run that resumes; return how many listened."""
-    listeners = [Plain(io.StringIO()), Plain(io.StringIO()), Curves(path.parent)]
+    listeners = [Plain(io.StringIO()), Plain(io.StringIO()), CurvesListener(path.parent)]
     recall(listeners, path)
     return len(listeners)
 

@@ -44,7 +44,7 @@ def weight_warm_up() -> Training:
 
 
 def tiny_losses() -> Training:
-    """Has losses of about 1e-9, as in physics with units, and some batches that are learnt exactly."""
+    """Has losses of about 1e-9, as in physics with units, and some batches that are learned exactly."""
     model, true, size = network(), torch.randn(8, 4), 10.0 ** draw(-12.0, -8.0)
 
     def run() -> Iterator[Step]:
@@ -128,7 +128,7 @@ def jumping_curriculum() -> Training:
 
 
 def smoothing_switched_on() -> Training:
-    """Classes that are learnt, from where on labels are smoothed and logits are divided by a temperature."""
+    """Classes that are learned, from where on labels are smoothed and logits are divided by a temperature."""
     model, centres = network(out=10, activation=nn.ReLU), torch.randn(10, 8)
     begin, smoothing, temperature = int(draw(40, 90)), draw(0.05, 0.3), draw(0.3, 1.0)
 

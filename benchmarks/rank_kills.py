@@ -191,7 +191,7 @@ class Launch:
 
     def _tell_phases(self, rank: int) -> None:
         # Curves take longer than the steps of so small a run.
-        curves.Curves._draw = lambda drawn: None  # type: ignore[method-assign]
+        curves.CurvesListener._draw = lambda drawn: None  # type: ignore[method-assign]
         met: Callable[..., Any] = process_group._met
         beat = Watchdog.beat
 

@@ -132,7 +132,7 @@ def main() -> None:
     found = conditions("cpu")
     if not options.json:
         print(in_words(found))
-        print(f"bf16 on {DEVICE}; `!` does not fit; bytes that a rank receives a step; modelled seconds")
+        print(f"bf16 on {DEVICE}; `!` does not fit; bytes that a rank receives a step; modeled seconds")
         print("ranks  layout           peak      inside    between  sending exposed  calls")
     reports = []
     for world in options.world or WORLDS:

@@ -3,7 +3,7 @@
     python -m benchmarks.store_kills [--trainer 10] [--uploader 10] [--both 5] [--server 5] [--seed 0] [--record]
 
 A run of 120 steps with checkpoints of about 13 MB every 4 steps copies them to a store: moto for the first three,
-which keeps everything in memory and honours conditions; s3rver for the last (`HALFSTEP_S3RVER` names the folder of
+which keeps everything in memory and honors conditions; s3rver for the last (`HALFSTEP_S3RVER` names the folder of
 `npm install s3rver`), which keeps objects on disk and ignores conditions. Every second time the trainer is killed, its
 folder is removed too: the same command then continues from the store alone. After every kill each byte behind each
 commit is compared with its digest. At the end the weights are compared with those of a run that was left alone.

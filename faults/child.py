@@ -1,4 +1,4 @@
-"""A small run in a process of its own, to be killed, starved, signalled and started again."""
+"""A small run in a process of its own, to be killed, starved, signaled and started again."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(
     """
     torch.set_num_threads(1)
     # Curves take most of the time of so small a run, and no row is about them.
-    halfstep.journal.curves.Curves._draw = lambda curves: None  # type: ignore[method-assign]
+    halfstep.journal.curves.CurvesListener._draw = lambda curves: None  # type: ignore[method-assign]
     # What the server that started this process used is no choice of the run.
     multiprocessing.set_start_method("fork", force=True)
     mutants.apply(mutant)

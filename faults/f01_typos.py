@@ -15,7 +15,7 @@ from faults.outcome import Outcome
 from faults.recipe_check import Ending, in_process, through_the_command
 
 ID = "F01"
-WHAT = "a misspelt key is refused, with the right one as a hint, before anything is made"
+WHAT = "a misspelled key is refused, with the right one as a hint, before anything is made"
 REFERENCES = ("unet", "imagenet100", "segmentation_tiny", "classification_tiny", "cifar10")
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
 RIGHT_HINTS = 0.9
@@ -27,7 +27,7 @@ PER_KEY = {False: 2, True: 3}
 class Mutant(NamedTuple):
     recipe: dict[str, Any]
     meant: str
-    """The dotted key before it was misspelt."""
+    """The dotted key before it was misspelled."""
 
 
 def run(full: bool) -> Outcome:

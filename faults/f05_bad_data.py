@@ -134,10 +134,10 @@ SETS = {
     "an image without a mask": Set(lambda root: (root / "masks" / FIFTH).unlink(), FIFTH),
     "labels out of range": Set(lambda root: _each(root, lambda path: _mask(path, (0, 7))), ANY),
     "masks of another shape": Set(lambda root: _each(root, lambda path: _mask(path, size=(20, 24))), ANY),
-    "masks in colour": Set(lambda root: _each(root, _in_colour), ANY),
+    "masks in color": Set(lambda root: _each(root, _in_colour), ANY),
     "a label out of range": Set(lambda root: _mask(root / "masks" / FIFTH, (0, 7)), FIFTH, late=True),
     "a mask of another shape": Set(lambda root: _mask(root / "masks" / FIFTH, size=(20, 24)), FIFTH, late=True),
-    "a mask in colour": Set(lambda root: _in_colour(root / "masks" / FIFTH), FIFTH, late=True),
+    "a mask in color": Set(lambda root: _in_colour(root / "masks" / FIFTH), FIFTH, late=True),
     "a class without images": Set(lambda root: _emptied(root / "dog"), "dog", "classification_tiny"),
     "no classes": Set(
         lambda root: (_removed(root / "dog"), _removed(root / "cat")), "no-classes", "classification_tiny"

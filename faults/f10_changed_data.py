@@ -41,7 +41,7 @@ class Where(Data):
 
 
 class Pictures(Task):
-    """The mean colour of a picture tells its class, more or less."""
+    """The mean color of a picture tells its class, more or less."""
 
     schema: ClassVar[Any] = Recipe[Model, Where, LossOptions]
     metric: ClassVar[str] = "loss"

@@ -104,7 +104,7 @@ def _used(folder: Path, settings: dict[str, Any]) -> str:
         "the rate": [group["lr"] for group in loop.parts.optimizer.param_groups[:1]] == rates,
         "a setting": _settings(now) == _settings(wanted),
         "the place": loop.stepper.counts.attempted == STEPS and loop.progress.attempts == STEPS,
-        "what was learnt": digest_of(now.weights) == digest_of(found.state.weights)
+        "what was learned": digest_of(now.weights) == digest_of(found.state.weights)
         and digest_of(now.optimizers["loss"]["state"]) == digest_of(found.state.optimizers["loss"]["state"]),
     }
     return ", ".join(name for name, good in checks.items() if not good)

@@ -50,7 +50,7 @@ def run(full: bool) -> Outcome:
 
 
 def write_shard(path: Path, labels: list[int], colour: int = 0) -> Path:
-    """Write samples of eight by eight pixels: bitmaps, so that every colour has the same size."""
+    """Write samples of eight by eight pixels: bitmaps, so that every color has the same size."""
     with tarfile.open(path, "w") as archive:
         for number, label in enumerate(labels):
             image = io.BytesIO()

@@ -34,7 +34,7 @@ Change = Callable[[Path], None]
 
 
 class Exchanged(Pictures):
-    """A run that exchanges its data after some batches, and sees the colours of all of them."""
+    """A run that exchanges its data after some batches, and sees the colors of all of them."""
 
     change: ClassVar[Change]
     victim: ClassVar[Path]
@@ -117,7 +117,7 @@ def _write_shards(root: Path) -> Path:
 
 
 def _other(victim: Path) -> Path:
-    """Return a file of the same size beside the victim's folder, with other colours."""
+    """Return a file of the same size beside the victim's folder, with other colors."""
     place = victim.parent.parent / "other"
     if victim.suffix == ".tar":
         return write_shard(place, [number % len(CLASSES) for number in range(SAMPLES // len(CLASSES))], COLOUR)

@@ -1,4 +1,4 @@
-"""Several ranks of one run, each a process to be killed, stopped and signalled, launched as torchrun's agent does.
+"""Several ranks of one run, each a process to be killed, stopped and signaled, launched as torchrun's agent does.
 
 torchrun itself would load torch anew in every process, which takes longer than the run; a few trials use it all the
 same.

@@ -46,7 +46,7 @@ def caught(do: Any) -> BaseException:
 
 
 def test_each_way_of_saying_it_is_recognised_and_no_other() -> None:
-    assert type(caught(too_much)) is RuntimeError, "torch has a type for it by now: recognise that"
+    assert type(caught(too_much)) is RuntimeError, "torch has a type for it by now: recognize that"
     assert is_out_of_memory(caught(too_much))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(MemoryError())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from halfstep import peers
-from halfstep.peers import Peers, RankProcess, is_gone, parsed, start_of, this_process
+from halfstep.peers import Peers, RankProcess, is_gone, read_processes, start_of, this_process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states of processes are read from /proc")
 
@@ -69,4 +69,4 @@ def test_ranks_are_gone_a_moment_after_their_end(
 
 def test_a_rank_that_came_twice_counts_with_its_last_process() -> None:
     text = "".join(map(str, (RankProcess(0, 10, "5"), RankProcess(1, 11, "6"), RankProcess(1, 12, "7"))))
-    assert parsed(text) == [RankProcess(0, 10, "5"), RankProcess(1, 12, "7")]
+    assert read_processes(text) == [RankProcess(0, 10, "5"), RankProcess(1, 12, "7")]

@@ -1,4 +1,4 @@
-"""Files that people and services read, held to the source: workflows, versions, names, licences, environments."""
+"""Files that people and services read, held to the source: workflows, versions, names, licenses, environments."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_wheel_works_in_an_empty_environment_with_each_extra() -> None:
     subprocess.run([sys.executable, "scripts/environments", "--extras", "--tests"], cwd=ROOT, check=True)
 
 
-# -- licences ---------------------------------------------------------------------------------------------------------
+# -- licenses ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_licences_are_of_the_versions_that_are_pinned() -> None:

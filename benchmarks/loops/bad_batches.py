@@ -353,7 +353,7 @@ def large_constant_masks() -> str:
 
 @loop
 def included_object_with_state_dict() -> str:
-    """A running normaliser that is no module, covered by `include()`."""
+    """A running normalizer that is no module, covered by `include()`."""
 
     class Normaliser:
         def __init__(self) -> None:

@@ -179,7 +179,7 @@ def act_norm_set_from_the_first_batch() -> str:
 
 @loop
 def weights_scaled_by_the_first_batch() -> str:
-    """Data-dependent initialisation of LSQ: a step size is set from the first weights and inputs, once."""
+    """Data-dependent initialization of LSQ: a step size is set from the first weights and inputs, once."""
 
     class Lsq(nn.Linear):
         def __init__(self) -> None:

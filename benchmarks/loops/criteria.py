@@ -1,4 +1,4 @@
-"""Criteria with a memory: centres, class frequencies, weights of losses that follow the losses."""
+"""Criteria with a memory: centers, class frequencies, weights of losses that follow the losses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def with_criterion(make: Callable[[], Any], *read: str) -> Callable[[], Case]:
 
 
 class CentreLoss(nn.Module):
-    """Centres of the classes, moved towards the batch by the criterion itself."""
+    """Centers of the classes, moved towards the batch by the criterion itself."""
 
     centres: Tensor
 
@@ -84,7 +84,7 @@ def centre_loss_with_centres_as_an_attribute() -> str:
 
 
 class PlainCentre:
-    """DINO's centre in an object that is no module; `update_` writes it in place."""
+    """DINO's center in an object that is no module; `update_` writes it in place."""
 
     def __init__(self) -> None:
         self.centre = torch.zeros(4)

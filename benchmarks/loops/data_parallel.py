@@ -140,7 +140,7 @@ def bad_buffer_on_one_rank(rank: int) -> str:
 
 
 def method_of_the_model(rank: int) -> str:
-    """The loss function calls `model.encode`, not forward: gradients synchronise all the same."""
+    """The loss function calls `model.encode`, not forward: gradients synchronize all the same."""
 
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -187,7 +187,7 @@ class Graph(nn.Module):
 
 @loop
 def gnn_with_sparse_adjacency() -> str:
-    """A GCN over a sparse COO matrix, few labelled nodes."""
+    """A GCN over a sparse COO matrix, few labeled nodes."""
     index = torch.stack([whole(20, 60), whole(20, 60, seed=1)])
     adjacency = torch.sparse_coo_tensor(index, torch.full((60,), 0.3), (20, 20)).coalesce()
 
@@ -262,7 +262,7 @@ def orthogonal_parametrization() -> str:
 
 @loop
 def own_parametrization_with_a_buffer() -> str:
-    """Fake quantisation whose range is a buffer that every use of the weight writes."""
+    """Fake quantization whose range is a buffer that every use of the weight writes."""
 
     class Range(nn.Module):
         def __init__(self) -> None:
@@ -344,7 +344,7 @@ def learnt_loss_weights() -> str:
 
 @loop
 def criterion_with_parameters_of_its_own() -> str:
-    """Centre loss, ArcFace: the criterion is trained by an optimizer that also holds the model."""
+    """Center loss, ArcFace: the criterion is trained by an optimizer that also holds the model."""
     torch.manual_seed(0)
 
     class Both(nn.Module):

@@ -53,7 +53,7 @@ INFTY = 1e4
 
 
 class Gpt(nn.Module):
-    """Tied weights, learnt positions, a causal mask as a buffer of every block."""
+    """Tied weights, learned positions, a causal mask as a buffer of every block."""
 
     def __init__(self, dim: int = 16, depth: int = 2, dropout: float = 0.1, length: int = 12) -> None:
         super().__init__()

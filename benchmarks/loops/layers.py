@@ -381,7 +381,7 @@ def expanded_and_empty_tensors_as_attributes() -> str:
 
 @loop
 def sparse_adjacency_as_an_attribute() -> str:
-    """A sparse matrix in a plain attribute, which the layer replaces by its normalised form in the first call."""
+    """A sparse matrix in a plain attribute, which the layer replaces by its normalized form in the first call."""
 
     class Graph(nn.Module):
         def __init__(self) -> None:

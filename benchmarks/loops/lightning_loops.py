@@ -173,7 +173,7 @@ def lightning_queue_of_the_module() -> str:
 
 @loop
 def lightning_criterion_held_by_a_closure() -> str:
-    """The criterion with a centre is a local of the function that built the module."""
+    """The criterion with a center is a local of the function that built the module."""
 
     class Centre(nn.Module):
         def __init__(self) -> None:

@@ -80,7 +80,7 @@ def muon_and_adamw_one_loss() -> str:
 
 @loop
 def sgd_fused_momentum_first_step_nan() -> str:
-    """Stock GradScaler leaves uninitialised memory in fused SGD's momentum when the first step is skipped."""
+    """Stock GradScaler leaves uninitialized memory in fused SGD's momentum when the first step is skipped."""
 
     def build() -> Case:
         model = mlp()
@@ -293,7 +293,7 @@ def ema_by_torch_swa_utils() -> str:
 
 
 class Sam(optim.Optimizer):
-    """Sharpness-aware minimisation, as the widely used implementation writes it."""
+    """Sharpness-aware minimization, as the widely used implementation writes it."""
 
     def __init__(self, params: Any, base: type[optim.Optimizer], rho: float = 0.05, **options: Any) -> None:
         super().__init__(params, {"rho": rho, **options})

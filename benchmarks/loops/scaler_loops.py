@@ -196,7 +196,7 @@ def scaler_with_a_criterion_that_is_not_included() -> str:
     if not differ:
         return "a criterion that was not included was restored"
     require(any(name.startswith("1.centre") for name in differ), f"differ: {differ}")
-    return limit("Modules that were not included", "the centre of a criterion that was not included is NaN", PAGE)
+    return limit("Modules that were not included", "the center of a criterion that was not included is NaN", PAGE)
 
 
 @loop

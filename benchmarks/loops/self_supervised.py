@@ -1,4 +1,4 @@
-"""Self-supervised learning: target networks, queues, centres and codebooks that a forward pass writes."""
+"""Self-supervised learning: target networks, queues, centers and codebooks that a forward pass writes."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def byol_target_moved_after_the_step() -> str:
 
 
 class DinoLoss(nn.Module):
-    """The centre lives in the loss module, and is rebound, as in the released code."""
+    """The center lives in the loss module, and is rebound, as in the released code."""
 
     def __init__(self, out: int = 8) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def dino_case() -> Case:
 
 @loop
 def dino() -> str:
-    """One NaN batch, and the centre must not stay NaN."""
+    """One NaN batch, and the center must not stay NaN."""
     return promise(dino_case, VIEWS)
 
 
@@ -242,7 +242,7 @@ def barlow_twins() -> str:
 
 
 class Swav(nn.Module):
-    """Prototypes are normalised in place, by `.weight.data`, before every forward."""
+    """Prototypes are normalized in place, by `.weight.data`, before every forward."""
 
     def __init__(self) -> None:
         super().__init__()

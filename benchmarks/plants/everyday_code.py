@@ -166,7 +166,7 @@ def minus_its_highest(h: Tensor) -> Tensor:
 
 
 class _ByItsSize(torch.autograd.Function):
-    """Normalises gradients by their size; they are zero."""
+    """Normalizes gradients by their size; they are zero."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def odds(h: Tensor) -> Tensor:
 
 
 def bilinear(h: Tensor) -> Tensor:
-    """An outer product of features that are not normalised."""
+    """An outer product of features that are not normalized."""
     large = h.abs() * 0 + 400
     outer = torch.bmm(large[:, :, None], large[:, None, :])  # bilinear
     return h + outer.mean(-1).log()

@@ -132,7 +132,7 @@ class LargeLinear(nn.Linear):
 
 
 class RootMeanSquare(nn.Module):
-    """A normalisation by hand: tiny inputs, whose squares vanish in fp16, as does its epsilon."""
+    """A normalization by hand: tiny inputs, whose squares vanish in fp16, as does its epsilon."""
 
     def forward(self, h: Tensor) -> Tensor:
         tiny = h * 1e-5

@@ -127,7 +127,7 @@ class Grows(nn.Module):
 
 
 class Residual(nn.Module):
-    """A stream that grows by itself, normalised at the end as in a transformer."""
+    """A stream that grows by itself, normalized at the end as in a transformer."""
 
     def __init__(self, blocks: int, times: float) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Vae(nn.Module):
 
 
 class Amplifies(nn.Module):
-    """What a badly initialised layer does."""
+    """What a badly initialized layer does."""
 
     def __init__(self, gain: float) -> None:
         super().__init__()

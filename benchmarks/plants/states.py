@@ -59,7 +59,7 @@ def bad_teacher() -> Scene:
 
 
 class Centred(nn.Module):
-    """Takes a centre away that is registered nowhere, as that of a teacher often is."""
+    """Takes a center away that is registered nowhere, as that of a teacher often is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Running(nn.Module):
 
 
 class Normal(nn.Module):
-    """Batch statistics that are not learnt any more."""
+    """Batch statistics that are not learned any more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def from_a_checkpoint() -> Scene:
 
 
 def from_the_beginning() -> Scene:
-    """An initialisation that divides by a fan-in of 0."""
+    """An initialization that divides by a fan-in of 0."""
     model = Perceptron()
     model.head.weight.data.fill_(torch.inf)
     return Scene(model, squares, batch_for(model), scale=256.0)
@@ -139,7 +139,7 @@ def all_of_them() -> list[Plant]:
                 Expected("state", outside="weight table.weight", words=("in row 7", "or did not use it"))),
         *plants("bad_teacher", TWO, bad_teacher, Expected("state", outside="weight teacher.weight", words=later)),
         *plants("bad_centre", TWO, lambda: _spoilt(Centred(), lambda m: m.centre.fill_(torch.nan)),
-                Expected("state", outside="tensor centre", words=later)),
+                Expected("state", outside="tensor center", words=later)),
         *plants("bad_mean", TWO, lambda: _spoilt(Normal(), lambda m: m.normal.running_mean.fill_(torch.nan)),
                 Expected("state", outside="buffer normal.running_mean", words=later)),
         *plants("infinite_variance", TWO, lambda: _spoilt(Normal(), lambda m: m.normal.running_var.fill_(torch.nan)),

@@ -1,4 +1,4 @@
-"""A detector that learns from what it refused, and one that forgets what it learnt."""
+"""A detector that learns from what it refused, and one that forgets what it learned."""
 
 from __future__ import annotations
 

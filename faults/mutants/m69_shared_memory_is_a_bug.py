@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfstep.data import loader
 
-WHAT = "errors of shared memory and of threads are not recognised"
+WHAT = "errors of shared memory and of threads are not recognized"
 ROWS = ("F53",)
 
 

@@ -104,3 +104,15 @@ def name_of(dtype: torch.dtype) -> str:
 def is_narrow(dtype: torch.dtype) -> bool:
     """Return whether a dtype is floating point with fewer than 32 bits."""
     return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def widen(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values in at least fp32, for sums, norms and losses.
+
+    Args:
+        tensor: A tensor in any floating-point format.
+
+    Returns:
+        The tensor in fp32, or `tensor` itself if it is fp32 or wider.
+    """
+    return tensor.float() if is_narrow(tensor.dtype) else tensor

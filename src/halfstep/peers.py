@@ -32,7 +32,7 @@ def this_process(rank: int) -> RankProcess:
     return RankProcess(rank, os.getpid(), start_of(os.getpid()))
 
 
-def parsed(text: str) -> list[RankProcess]:
+def read_processes(text: str) -> list[RankProcess]:
     """Return the processes of a concatenation of their texts; of a rank that is there twice, the last one."""
     rows = (entry.split(" ") for entry in text.split(";") if entry)
     found = {int(rank): RankProcess(int(rank), int(pid), began) for rank, pid, began in rows}

@@ -29,7 +29,8 @@ def running_line(innermost: FrameType | None = None) -> str | None:
     `innermost` is the frame of another thread, where the caller's is not meant.
     """
     frame: FrameType | None = innermost or sys._getframe(1)
-    while frame is not None and not _enters_backward(frame):
+    # Up to the start of the autograd engine: frames outside of it did not request the operation.
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         file = frame.f_code.co_filename
         if file.startswith(ASKS):
             return None
@@ -67,11 +68,6 @@ def warn_user(text: str) -> None:
     outside = [level for level, file in enumerate(files) if not file.startswith((HALFSTEP, TORCH, _PYTHONS))]
     own = [level for level, file in enumerate(files) if is_own(file)]
     warnings.warn(text, stacklevel=2 + next(iter(own or outside), 0))
-
-
-def _enters_backward(frame: FrameType) -> bool:
-    """Return whether this frame starts the autograd engine: frames outside of it did not request the operation."""
-    return frame.f_code.co_name == "_engine_run_backward"
 
 
 MEASURING = (TORCH, *(str(Path(HALFSTEP) / floor) for floor in ("measure", "observe", "precision")))

@@ -17,7 +17,7 @@ from halfstep import island
 from halfstep.cli.main import build
 from halfstep.measure.audit import audit as auditing
 from halfstep.measure.audit.page import grouped
-from halfstep.measure.audit.report import ModuleRow, Numbers
+from halfstep.measure.audit.report import ModuleRow, RangeOfValues
 
 CASE = "tests.support.cases:linear"
 PLANTED = "tests.cli.test_cli_audit:planted"
@@ -162,7 +162,7 @@ def test_wrong_words_are_told(tmp_path: Path) -> None:
 
 def test_modules_that_differ_by_a_number_are_one_row() -> None:
     def row(module: str, bits: float | None, format: str = "bf16") -> ModuleRow:
-        numbers = None if bits is None else Numbers(1.0, bits, bits / 10)
+        numbers = None if bits is None else RangeOfValues(1.0, bits, bits / 10)
         return ModuleRow(
             module=module, kind="Linear", stored={"fp32": 1}, computed={format: 1.0}, saved={}, flops={}, share=0.1,
             island=None, forward=numbers, backward=None,

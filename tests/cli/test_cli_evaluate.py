@@ -35,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def masks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Labelled photographs of several sizes, one of which cannot be read."""
+    """Labeled photographs of several sizes, one of which cannot be read."""
     root, draw = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
     for kind in ("images", "masks"):
         (root / kind).mkdir()

@@ -148,7 +148,7 @@ def test_a_larger_batch_is_announced_and_its_warm_up_fits_the_run(clockwork: Any
     raw = read_recipe("runs/plan-classification_tiny.yaml").raw
     warm_up = raw["schedule"]["warmup_steps"]
     assert 1 <= warm_up < 500
-    words = f"changes the optimisation: batch 16 -> 32, learning rate 0.0002, {warm_up} updates of warm-up"
+    words = f"changes the optimization: batch 16 -> 32, learning rate 0.0002, {warm_up} updates of warm-up"
     assert text.splitlines()[1] == f"# {words}"
     assert words in " ".join(result.output.split())
     short = call("plan", "classification_tiny", "--grow-batch", "train.steps=30")

@@ -36,7 +36,7 @@ from tests.support.movi import write_movi
 
 
 def coloured(number: int) -> bytes:
-    """A bitmap: every colour has the same size."""
+    """A bitmap: every color has the same size."""
     file = io.BytesIO()
     Image.new("RGB", (8, 8), (number, 0, 0)).save(file, "BMP")
     return file.getvalue()

@@ -60,13 +60,13 @@ def test_colours_are_read_through_a_palette() -> None:
     colours = [[0, 0, 0], [255, 0, 0], [0, 0, 255]]
     values = [[[0, 0, 255], [255, 0, 0], [0, 0, 0]]]
     assert read(png(values), classes=3, palette=colours).tolist() == [[2, 1, 0]]
-    with pytest.raises(BadData, match=r"the colour \[1, 2, 3\]"):
+    with pytest.raises(BadData, match=r"the color \[1, 2, 3\]"):
         read(png([[[1, 2, 3]]]), classes=3, palette=colours)
 
 
 @pytest.mark.wording
 def test_a_palette_has_a_colour_for_each_class() -> None:
-    with pytest.raises(WrongUse, match="2 colours for 3 classes"):
+    with pytest.raises(WrongUse, match="2 colors for 3 classes"):
         read(png([[0]]), classes=3, palette=[[0, 0, 0], [1, 1, 1]])
 
 
@@ -105,7 +105,7 @@ def test_jpeg_masks_are_refused_with_the_reason() -> None:
 
 @pytest.mark.wording
 def test_colour_without_a_palette_is_refused() -> None:
-    with pytest.raises(BadData, match=r"in colour, such as \[255, 0, 0\]"):
+    with pytest.raises(BadData, match=r"in color, such as \[255, 0, 0\]"):
         read(png([[[0, 0, 0], [255, 0, 0]]]))
 
 

@@ -1,4 +1,4 @@
-"""Drawn sets: the same for a seed, exact, fast, learnable, and not by their mean colour."""
+"""Drawn sets: the same for a seed, exact, fast, learnable, and not by their mean color."""
 
 from __future__ import annotations
 

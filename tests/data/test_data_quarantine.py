@@ -38,7 +38,7 @@ class OnePoisoned:
 
 
 def mixed(samples: list[Sample]) -> Sample:
-    """Each with its neighbour, as mixup does."""
+    """Each with its neighbor, as mixup does."""
     batch: Sample = default_collate(samples)
     return {**batch, "image": 0.9 * batch["image"] + 0.1 * batch["image"].roll(1, 0)}
 

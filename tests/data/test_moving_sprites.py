@@ -65,7 +65,7 @@ def test_there_are_half_as_many_things_at_least() -> None:
 
 
 def test_the_image_says_exactly_what_the_mask_says(stamps: Any) -> None:
-    """One colour for each thing, another for each other, and none of them in the background."""
+    """One color for each thing, another for each other, and none of them in the background."""
     for n in range(20):
         sample = MovingSprites(stamps, 20, 64).read(n)
         image, mask = sample["image"].permute(0, 2, 3, 1), sample["mask"]

@@ -77,7 +77,7 @@ def test_masks_lie_beside_and_keep_their_numbers(tmp_path: Path) -> None:
     numbers = np.arange(48, dtype=np.uint8).reshape(6, 8) * 5
     for n in range(3):
         mask = Image.fromarray(numbers + n)
-        if n == 1:  # of a palette the numbers count, and not the colours
+        if n == 1:  # of a palette the numbers count, and not the colors
             mask = mask.convert("P")
             mask.putpalette(np.random.default_rng(0).integers(0, 256, 768).astype(np.uint8).tobytes())
         mask.save(tmp_path / "masks" / "a" / f"frame{n}.png")

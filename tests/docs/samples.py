@@ -46,7 +46,7 @@ def stepper(precision: str = "fp16") -> halfstep.Stepper:
 
 
 def images(folder: str, count: int = 6, size: int = 48) -> None:
-    """Draw pictures of coloured squares."""
+    """Draw pictures of colored squares."""
     for index, rng in enumerate(map(np.random.default_rng, range(count))):
         picture = rng.integers(0, 60, (size, size, 3), dtype=np.uint8)
         picture[index : index + size // 2, 4 : size // 2] += 150

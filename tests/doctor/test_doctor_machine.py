@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.doctor.machine import (
-    Machine,
+    MachineFacts,
     check_machine,
     check_shared_memory,
     read_machine,
@@ -20,7 +20,7 @@ from halfstep.precision.known_bad import known_bad
 A100 = Board("NVIDIA A100-SXM4-40GB", (8, 0))
 
 
-def ids(machine: Machine, build: Build | None = None) -> set[str]:
+def ids(machine: MachineFacts, build: Build | None = None) -> set[str]:
     return {finding.id for finding in check_machine(machine, build)}
 
 
@@ -76,7 +76,7 @@ def test_every_entry_is_found_where_it_applies_and_nowhere_else(entry: dict[str,
     boards: tuple[Board, ...] = () if entry.get("only_cpu") else (A100,)
     packages: dict[str, str] = {}
     apple = bool(entry.get("only_apple"))
-    good = [Machine()]
+    good = [MachineFacts()]
     if "gpu" in entry:
         boards = (Board(_GPUS[entry["id"]], (7, 5)),)
     if "package" in entry:
@@ -84,14 +84,14 @@ def test_every_entry_is_found_where_it_applies_and_nowhere_else(entry: dict[str,
         inside = version if "<=" in entry["versions"] or ">=" in entry["versions"] else "2.0"
         packages = {entry["package"]: inside}
         outside = "99.0" if "<" in entry["versions"] else "0.1"
-        good += [Machine({entry["package"]: outside}, boards, apple=apple), Machine({}, boards, apple=apple)]
+        good += [MachineFacts({entry["package"]: outside}, boards, apple=apple), MachineFacts({}, boards, apple=apple)]
     if "gpu" in entry:
-        good.append(Machine(packages, (Board("NVIDIA GeForce RTX 2080", (7, 5)),)))
+        good.append(MachineFacts(packages, (Board("NVIDIA GeForce RTX 2080", (7, 5)),)))
     elif entry.get("only_cpu") or entry.get("only_gpu"):
-        good.append(Machine(packages, () if boards else (A100,)))
+        good.append(MachineFacts(packages, () if boards else (A100,)))
     if apple:
-        good.append(Machine(packages, boards))
-    bad = Machine(packages, boards, apple=apple)
+        good.append(MachineFacts(packages, boards))
+    bad = MachineFacts(packages, boards, apple=apple)
     assert entry["id"] in ids(bad)
     for machine in good:
         assert entry["id"] not in ids(machine)
@@ -118,12 +118,12 @@ def test_shared_memory(size: int | None, workers: int | None, batch: int | None,
 
 def test_a_machine_where_all_is_well() -> None:
     packages = {entry["package"]: "99.0" for entry in known_bad() if "package" in entry}
-    assert check_machine(Machine(packages, (A100,), 2**34)) == []
+    assert check_machine(MachineFacts(packages, (A100,), 2**34)) == []
 
 
 def test_the_build_is_checked_too() -> None:
     build = Build("2.13.0", cuda=(13, 0), architectures=("sm_90",), boards=(A100,), driver=(13, 0))
-    assert "wheel.no_kernels" in ids(Machine(), build)
+    assert "wheel.no_kernels" in ids(MachineFacts(), build)
 
 
 def test_this_machine_is_read() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from halfstep.doctor import precedence
 from halfstep.doctor.linking import runs_of
-from halfstep.doctor.precedence import RULES, Rule
+from halfstep.doctor.precedence import RULES, ReadingOrder
 from halfstep.doctor.project import read_project
 from halfstep.doctor.sources import from_environment
 from tests.doctor.precedence_cells import RECORD, Cell, cells, observe, write_project
@@ -54,7 +54,7 @@ def test_every_combination_is_recorded() -> None:
 
 def test_the_table_can_be_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one order turned round, cells disagree."""
-    turned = tuple(Rule(r.tool, r.starts, r.order[::-1], r.refuses) for r in RULES)
+    turned = tuple(ReadingOrder(r.tool, r.starts, r.order[::-1], r.refuses) for r in RULES)
     monkeypatch.setattr(precedence, "RULES", turned)
     cell = {"start": "accelerate", "code": "bf16", "file": "fp16"}
     recorded = next(row["runs in"] for row in RECORDED["accelerate"] if row == {**cell, "runs in": row["runs in"]})

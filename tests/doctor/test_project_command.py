@@ -57,6 +57,13 @@ def test_the_guides_mismatch_is_one_verdict_and_the_exit_code() -> None:
     assert doctor(str(project("guide_004_after"))).exit_code == 0
 
 
+def test_a_folder_without_a_script_or_a_configuration_is_not_called_ready(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").write_text("bf16\n")
+    result = doctor("notes")
+    assert (result.exit_code, result.output.splitlines()[0].split(":")[0]) == (0, "nothing to check")
+
+
 def test_the_table_says_who_wins_over_what() -> None:
     result = doctor(str(project("accelerate_code_over_file")), "--json")
     assert result.exit_code == 78

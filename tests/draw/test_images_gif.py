@@ -27,7 +27,7 @@ def test_pictures_follow_one_another_for_ever(tmp_path: Path) -> None:
         shown = [(np.array(frame.convert("RGB")), frame.info["duration"]) for frame in ImageSequence.Iterator(image)]
     assert [duration for _, duration in shown] == [200, 200, 200]
     for (picture, _), colour in zip(shown, COLOURS, strict=True):
-        assert np.abs(picture.astype(int) - colour).max() <= 8  # a palette of 256 colours
+        assert np.abs(picture.astype(int) - colour).max() <= 8  # a palette of 256 colors
     assert [p.name for p in path.parent.iterdir()] == ["a.gif"]
 
 

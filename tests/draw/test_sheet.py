@@ -1,4 +1,4 @@
-"""Sheets of labelled pictures: never wider than a screen, whatever they are made of."""
+"""Sheets of labeled pictures: never wider than a screen, whatever they are made of."""
 
 from __future__ import annotations
 

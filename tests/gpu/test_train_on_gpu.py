@@ -31,7 +31,7 @@ def test_a_run_learns_in_the_precision_asked_for(recipe: str, precision: str, tm
 
 
 def test_the_hot_path_synchronises_once_a_step(tmp_path: Path) -> None:
-    """torch names every synchronisation that is not asked for; the step's own read is the only one."""
+    """torch names every synchronization that is not asked for; the step's own read is the only one."""
     from halfstep.journal.events import Journal
     from halfstep.recipe.resolve import resolve
     from halfstep.recipe.sources import read_recipe

@@ -33,7 +33,7 @@ def guarded(mode: Any = "watch", **limits: Any) -> tuple[Guardian, list[GuardEve
 
 
 def stages(*factors: float, steps: int = 400) -> Iterator[Batch]:
-    """What is to be learnt is something else in each."""
+    """What is to be learned is something else in each."""
     draw = torch.Generator().manual_seed(1)
     true = torch.randn(4, 1, generator=draw)
     for factor in factors:

@@ -153,7 +153,7 @@ def test_a_format_that_sleeps_beside_a_switch_is_part_of_the_line_to_type() -> N
 
 @pytest.mark.wording
 def test_the_checklist_of_the_report() -> None:
-    """Aligned, NaN handling, clipping, learning rate, synchronisation; and the launcher's GPUs."""
+    """Aligned, NaN handling, clipping, learning rate, synchronization; and the launcher's GPUs."""
     Path("radio.yaml").write_text(read_recipe("radiomap").text)
     done = doctor("./radio.yaml", "--accelerate", "launch.yaml")
     page = " ".join(done.output.split())

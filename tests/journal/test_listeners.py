@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from halfstep.journal import curves
-from halfstep.journal.curves import Curves
+from halfstep.journal.curves import CurvesListener
 from halfstep.journal.events import Event, Journal
 from halfstep.journal.jsonl import JOURNAL, LOG, read_events
 from halfstep.journal.listeners import listeners
@@ -91,7 +91,7 @@ def test_drawing_is_seldom_and_a_small_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, pause: float
 ) -> None:
     drawings = Drawings(monkeypatch, seconds)
-    listener = Curves(tmp_path)
+    listener = CurvesListener(tmp_path)
     listener.on_event(epoch(1))
     assert drawings.count == 1
     drawings.now += pause - 0.1

@@ -67,7 +67,7 @@ def ground(draw: random.Random, size: tuple[int, int]) -> Image.Image:
 
 
 def save_photograph(picture: Image.Image, path: Path, number: int) -> None:
-    """JPEG files are turned, grey or CMYK now and then; PNG files are transparent, grey or of a palette."""
+    """JPEG files are turned, gray or CMYK now and then; PNG files are transparent, gray or of a palette."""
     if path.suffix.lower() == ".jpg":
         exif = Image.Exif()
         if orientation := (1, 6, 8, 3)[number % 4] if number % 3 == 0 else 0:

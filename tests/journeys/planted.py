@@ -125,7 +125,7 @@ FAULTS = (
     Fault("station", web_page, r"not (an )?images?|no image|cannot (be )?(read|identif)|html|web page|text"),
     Fault("bridge", other_size, r"size|60 ?[x×] ?45"),
     Fault("tower", turned_mask, r"EXIF|turn|rotat|orient"),
-    Fault("market", smoothed_mask, r"value|stand for no class|grey|smooth|resiz|antialias|interpol"),
+    Fault("market", smoothed_mask, r"value|stand for no class|gray|smooth|resiz|antialias|interpol"),
     Fault("school", jpeg_mask, r"jpe?g|loss|png"),
     Fault("museum", coloured_mask, r"colou?r|palette|rgb"),
     Fault("theatre", same_twice, r"same|twice|duplicate|identical|copies|copy of"),

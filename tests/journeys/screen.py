@@ -7,7 +7,7 @@ import re
 import unicodedata
 
 CONTROL = re.compile(
-    r"\x1b\[(?P<values>[0-9;:<=>?]*)[ -/]*(?P<final>[@-~])"  # CSI: colours, cursor, erasing
+    r"\x1b\[(?P<values>[0-9;:<=>?]*)[ -/]*(?P<final>[@-~])"  # CSI: colors, cursor, erasing
     r"|\x1b\](?P<system>[^\x07\x1b]*)(?:\x07|\x1b\\)"  # OSC: titles, links, the clipboard
     r"|\x1b[PX^_](?P<string>[^\x1b]*)\x1b\\"
     r"|\x1b[ -/]*(?P<escape>[0-~])"
@@ -94,7 +94,7 @@ class Screen:
             self.system_commands.append(control.group())
             return
         if re.search("[<=>?]", control["values"]) or control["final"] == "m":
-            return  # the cursor's look, synchronised output, colours: nothing that can be read
+            return  # the cursor's look, synchronized output, colors: nothing that can be read
         values = [int(value) for value in control["values"].split(";") if value]
         self._act(control["final"], values)
 

@@ -41,7 +41,7 @@ def test_fifteen_of_fifteen_are_found_and_named(checked: Terminal) -> None:
 
 
 def test_no_healthy_photograph_is_called_wrong(checked: Terminal) -> None:
-    """Remarks on them are welcome: how they are turned, or that some are grey."""
+    """Remarks on them are welcome: how they are turned, or that some are gray."""
     wrong = checked.text.split("\nwarning ")[0]
     assert [name for name in ("IMG_0000", "DSC00001", "house 2", "Straße", "été") if name in wrong] == []
 

@@ -18,7 +18,7 @@ ON_AN_IDLE_CORE = 0.15
 
 
 def slowness() -> float:
-    """How much slower a core counts here and now, 1 at least: neighbours share its caches and its clock."""
+    """How much slower a core counts here and now, 1 at least: neighbors share its caches and its clock."""
     began, total = time.process_time(), 0
     for number in range(COUNTED):
         total += number

@@ -75,7 +75,7 @@ def test_a_convolution_that_overflows_is_named_with_its_value_and_a_cure_that_wo
     assert worst.module == "neck.0"
     assert worst.overflows > 0
     assert worst.headroom_bits == pytest.approx(math.log2(65504 / value), abs=0.1)
-    # An island of the convolution alone gives back fp16, which is too small for it; its parent normalises first.
+    # An island of the convolution alone gives back fp16, which is too small for it; its parent normalizes first.
     assert found.do == ('island(model, "neck")', 'precision="bf16"')
     cured = copy.deepcopy(model)
     island(cured, "neck")
@@ -137,7 +137,7 @@ def test_nvfp4_rounds_each_block_of_sixteen_to_e2m1() -> None:
     rounding = RoundedBlocks()
     row = torch.tensor([6.0, 0.24, 0.26, -0.76, 1.3, 1.8, 2.4, -2.6, 3.4, 3.6, 4.9, -5.1, 0.0, 1.0, 1.5, 2.0])
     wanted = torch.tensor([6.0, 0.0, 0.5, -1.0, 1.5, 2.0, 2.0, -3.0, 3.0, 4.0, 4.0, -6.0, 0.0, 1.0, 1.5, 2.0])
-    # A block a thousand times as large keeps the numbers of its neighbour: each has its own scale.
+    # A block a thousand times as large keeps the numbers of its neighbor: each has its own scale.
     both = torch.stack([torch.cat([row, 1024 * row])] * 3)
     torch.testing.assert_close(
         rounding._operand(both, -1), torch.stack([torch.cat([wanted, 1024 * wanted])] * 3), rtol=0.04, atol=0.0

@@ -151,7 +151,7 @@ def test_a_linear_layer_is_what_autocast_computes(dtype: torch.dtype) -> None:
         torchs = model(x)
         ours = emulated(RoundedOutputs(FP16 if dtype is torch.float16 else BF16), lambda: model(x), model)
     assert ours.dtype is torchs.dtype is dtype
-    # One step of the format at the size of the result: sums in another order may round to the neighbour.
+    # One step of the format at the size of the result: sums in another order may round to the neighbor.
     assert (ours.float() - torchs.float()).abs().max() <= torch.finfo(dtype).eps * torchs.float().abs().max()
 
 

@@ -213,18 +213,18 @@ def test_a_probe_is_quick_and_loads_neither_torch_nor_typer(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "asked"),
     [
-        (["run"], _probe.Asked(Path("run"))),
-        (["run", "--max-age", "90"], _probe.Asked(Path("run"), 90)),
-        (["--max-age=90", "--json", "run", "--rank", "3"], _probe.Asked(Path("run"), 90, 3, True)),
+        (["run"], _probe.StatusQuery(Path("run"))),
+        (["run", "--max-age", "90"], _probe.StatusQuery(Path("run"), 90)),
+        (["--max-age=90", "--json", "run", "--rank", "3"], _probe.StatusQuery(Path("run"), 90, 3, True)),
         *[(words, None) for words in ([], ["a", "b"], ["run", "--help"], ["run", "--max-age"], ["run", "--rank=-1"])],
         *[(["run", "--max-age", given], None) for given in ("0", "-5", "nan", "inf", "1e3", "²", "9" * 30, "")],
     ],
 )
 def test_words_that_typer_reads_in_the_same_way_or_refuses(
-    tmp_path: Path, words: list[str], asked: _probe.Asked | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, words: list[str], asked: _probe.StatusQuery | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _probe.read_words(words) == asked
-    seen: list[_probe.Asked] = []
+    seen: list[_probe.StatusQuery] = []
     monkeypatch.setattr(_probe, "answer", lambda asked: seen.append(asked) or 0)
     done = CliRunner().invoke(main.build(["status"]), ["status", *words])
     if asked is not None:
@@ -236,7 +236,7 @@ def test_words_that_typer_reads_in_the_same_way_or_refuses(
 def test_json_has_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
         write(tmp_path, rank, world=2, step=5 + rank)
-    assert _probe.answer(_probe.Asked(tmp_path, 60, None, True)) == 0
+    assert _probe.answer(_probe.StatusQuery(tmp_path, 60, None, True)) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["code"], found["max_age"]) == ("alive", 0, 60)
     assert [(one["rank"], one["step"], one["beat"]) for one in found["ranks"]] == [(0, 5, 1), (1, 6, 1)]

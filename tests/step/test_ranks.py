@@ -128,7 +128,7 @@ def test_ranks_with_unequal_counts_equal_one_batch(on_ranks: Ranks, sizes: list[
         assert norm == pytest.approx(report.grad_norm, rel=1e-5)
 
 
-# -- any method of the person's own module synchronises ------------------------------------------------------------
+# -- any method of the person's own module synchronizes ------------------------------------------------------------
 
 
 def through_methods(rank: int) -> tuple[str, bool]:

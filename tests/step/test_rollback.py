@@ -178,7 +178,7 @@ def test_an_error_in_the_middle_takes_parameters_back_too() -> None:
 
 
 class Centre(nn.Module):
-    """The centre of DINO's loss: a buffer that is replaced in every call."""
+    """The center of DINO's loss: a buffer that is replaced in every call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from halfstep.journal.curves import Curves
+from halfstep.journal.curves import CurvesListener
 
-_DRAW = Curves._draw
+_DRAW = CurvesListener._draw
 
 
 def leave_out() -> None:
@@ -19,7 +19,7 @@ def leave_out() -> None:
 @contextmanager
 def drawn() -> Iterator[None]:
     """Draw curves inside the context, as a run of a person does."""
-    before = Curves._draw
+    before = CurvesListener._draw
     _set(_DRAW)
     try:
         yield
@@ -28,4 +28,4 @@ def drawn() -> Iterator[None]:
 
 
 def _set(draw: Any) -> None:
-    Curves._draw = draw  # type: ignore[method-assign]
+    CurvesListener._draw = draw  # type: ignore[method-assign]

@@ -57,7 +57,7 @@ class Where(Data):
 
 
 class Indexed(Task):
-    """The mean colour of a picture tells its class, more or less."""
+    """The mean color of a picture tells its class, more or less."""
 
     schema: ClassVar[Any] = Recipe[Model, Where, LossOptions]
     metric: ClassVar[str] = "loss"

@@ -17,7 +17,7 @@ class Model(ModelOptions):
     width: int = 16
     """Hidden numbers."""
     batchnorm: bool = False
-    """Normalise the hidden numbers."""
+    """Normalize the hidden numbers."""
 
 
 class Data(DataOptions):

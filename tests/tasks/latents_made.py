@@ -21,7 +21,7 @@ PARTS = {"autoencoder": "a" * 64, "format": "bf16", "size": "4", "channels": "1"
 
 
 class Pictures:
-    """Small grey images by number, of which some cannot be read."""
+    """Small gray images by number, of which some cannot be read."""
 
     def __init__(self, samples: int, unreadable: tuple[int, ...] = (), word: str = "picture") -> None:
         self.samples, self.unreadable, self.word = samples, unreadable, word

@@ -28,7 +28,7 @@ def test_neighbourhoods_agree_away_from_the_edges_of_tiles() -> None:
     model = nn.Conv2d(1, 1, 3, padding=1)
     images = torch.randn(1, 1, 96, 96)
     error = (tiled(model, images, 48, 24) - model(images)).abs()
-    # An edge of a tile, where padding is wrong, counts a thousandth beside the middle of its neighbour.
+    # An edge of a tile, where padding is wrong, counts a thousandth beside the middle of its neighbor.
     assert error.max() < 0.02 * model(images).abs().max()
 
 

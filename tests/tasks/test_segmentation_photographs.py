@@ -1,4 +1,4 @@
-"""A person's own photographs: of any size, grey or with alpha, turned by EXIF; in every precision."""
+"""A person's own photographs: of any size, gray or with alpha, turned by EXIF; in every precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots laid over frames: every slot in a colour of its own, in its place."""
+"""Slots laid over frames: every slot in a color of its own, in its place."""
 
 from __future__ import annotations
 

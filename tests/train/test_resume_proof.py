@@ -57,7 +57,7 @@ class OwnSeeded(Tiny):
         self.draw = random.Random(0)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any = None) -> Tensor:
-        # In what is to be learnt: batch normalisation would take a shift of the input out again.
+        # In what is to be learned: batch normalization would take a shift of the input out again.
         return F.mse_loss(model(batch["x"]), batch["y"] + self.draw.random())
 
 

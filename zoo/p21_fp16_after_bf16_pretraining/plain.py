@@ -57,5 +57,5 @@ def run() -> Outcome:
     finite = sum(torch.tensor(losses).isfinite()).item()
     return Outcome(
         good=finite == STEPS,
-        seen=f"{finite} of {STEPS} losses are finite, scale {scaler.get_scale():g}: nothing was learnt, and no error",
+        seen=f"{finite} of {STEPS} losses are finite, scale {scaler.get_scale():g}: nothing was learned, and no error",
     )

@@ -1,4 +1,4 @@
-"""Gradient accumulation over micro-batches with different numbers of labelled tokens."""
+"""Gradient accumulation over micro-batches with different numbers of labeled tokens."""
 
 from __future__ import annotations
 

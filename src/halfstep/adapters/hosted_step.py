@@ -46,7 +46,7 @@ class Options(TypedDict, total=False):
 
 
 def check_options(options: Options) -> None:
-    """Raise UnknownName for an option that no adapter has: a misspelt one would do nothing."""
+    """Raise UnknownName for an option that no adapter has: a misspelled one would do nothing."""
     refuse_strict("an adapter", options.get("strict"))
     refuse_weight_format("an adapter", options)
     for name in options:

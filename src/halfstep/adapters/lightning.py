@@ -280,7 +280,9 @@ class HalfstepCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hold schedules that advance per step back after a skip."""
-        self._inputs = _arguments(pl_module)
+        # How many of batch and index Lightning passes to training_step; 0 where it passes the iterator itself.
+        names = inspect.signature(pl_module.training_step).parameters
+        self._inputs = 0 if "dataloader_iter" in names else max(1, len(names))
         advance = pl_module.lr_scheduler_step
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
@@ -465,12 +467,6 @@ def _algorithm(given: Any) -> GradClipAlgorithmType:
             "gradient_clip_algorithm='norm'",
         )
     return found
-
-
-def _arguments(module: LightningModule) -> int:
-    """Return how many of batch and index Lightning passes to training_step; 0 where it passes the iterator itself."""
-    names = inspect.signature(module.training_step).parameters
-    return 0 if "dataloader_iter" in names else max(1, len(names))
 
 
 def _training_loss(model: nn.Module, inputs: tuple[Any, ...]) -> Any:

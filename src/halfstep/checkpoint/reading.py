@@ -22,11 +22,11 @@ from halfstep.checkpoint.sealed import (
     Manifest,
     check_header,
     is_passing,
+    open_regular,
     problem_with,
     read_bounded,
     read_manifest,
     refuse_code,
-    regular,
     state_of,
     tensors_of,
 )
@@ -85,7 +85,7 @@ def refuse_strangers(folder: Path) -> None:
     if folder.is_symlink():
         raise OSError("a link, where a folder was made")
     for path in sorted(islice(folder.iterdir(), MOST_STRANGERS)):
-        with contextlib.suppress(OSError), regular(path) as file:
+        with contextlib.suppress(OSError), open_regular(path) as file:
             refuse_code(path, os.pread(file, LOOKED_AT, 0))
 
 

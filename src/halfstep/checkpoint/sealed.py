@@ -148,7 +148,7 @@ def problem_with(folder: Path, sealed: Sealed) -> str | None:
     when read with a pickle reader.
     """
     try:
-        with regular(folder / sealed.name) as file:
+        with open_regular(folder / sealed.name) as file:
             size, sha256 = _measured(file, folder / sealed.name, sealed.size)
     except OSError as error:
         if is_passing(error):
@@ -169,7 +169,7 @@ def read_bounded(path: Path, most: int) -> bytes:
 
     Raises OSError if it is larger than `most` bytes, and Unsafe if it could run code.
     """
-    with regular(path) as file:
+    with open_regular(path) as file:
         size = os.fstat(file).st_size
         if size > most:
             raise OSError(f"{size:,} bytes, more than {most:,}")
@@ -182,7 +182,7 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 @contextmanager
-def regular(path: Path) -> Iterator[int]:
+def open_regular(path: Path) -> Iterator[int]:
     """Open a regular file for reading and yield its descriptor; raise OSError for a link, a folder or a pipe."""
     # O_NONBLOCK: opening a pipe would otherwise wait forever for a writer. O_NOFOLLOW, and fstat on the descriptor
     # instead of stat on the path: the file cannot be exchanged between the check and the read.
@@ -198,7 +198,7 @@ def regular(path: Path) -> Iterator[int]:
 def check_header(path: Path) -> None:
     """Raise ValueError for a header that safetensors accepts but no writer produces."""
     # safetensors allows a header of 100 MB and any number of tensors: these limits bound time and memory.
-    with regular(path) as file:
+    with open_regular(path) as file:
         length = int.from_bytes(os.pread(file, 8, 0), "little")
         if length > LARGEST_JSON:
             raise ValueError(f"a header of {length:,} bytes")

@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 from halfstep import cli
 from halfstep._version import __version__
-from halfstep.cli._options import Command, HelpWithoutValue, flag, help_of
+from halfstep.cli._options import HalfstepCommand, HelpWithoutValue, flag, help_of
 from halfstep.errors import (
     CONFIGURATION,
     INTERRUPTED,
@@ -146,7 +146,7 @@ def application(names: Iterable[str]) -> typer.Typer:
     app.callback()(_options)
     commands = {name: importlib.import_module(f"{cli.__name__}.{name}") for name in names}
     for name, command in sorted(commands.items(), key=lambda item: GROUPS.index(item[1].GROUP)):
-        options = {"cls": Command, **getattr(command, "COMMAND", {})}
+        options = {"cls": HalfstepCommand, **getattr(command, "COMMAND", {})}
         app.command(name, help=help_of(command.run), rich_help_panel=command.GROUP, **options)(command.run)
     return app
 

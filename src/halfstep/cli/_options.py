@@ -41,7 +41,7 @@ class HelpWithoutValue:
         return option
 
 
-class Command(HelpWithoutValue, TyperCommand):
+class HalfstepCommand(HelpWithoutValue, TyperCommand):
     """A command of halfstep."""
 
 
@@ -55,7 +55,7 @@ WORDS = "halfstep.words"
 """The key of the typed words in typer's context: help is printed before arguments are parsed."""
 
 
-class TakesSettings(Command):
+class TakesSettings(HalfstepCommand):
     """A command that takes every unknown word as a setting: `train.batch_size=4`, `--batch_size 4`, `--bf16`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ MAX_AGE, LEAST_AGE, LARGEST_AGE, LARGEST_RANK = 60, 1, 10**6, 99_999
 _NUMBERS = {"--max-age": (LEAST_AGE, LARGEST_AGE), "--rank": (0, LARGEST_RANK)}
 
 
-class Asked(NamedTuple):
+class StatusQuery(NamedTuple):
     """What a command line of `halfstep status` asks for."""
 
     run: Path
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
     json: bool = False
 
 
-def read_words(words: list[str]) -> Asked | None:
+def read_words(words: list[str]) -> StatusQuery | None:
     """Return what a usual command line asks for; None for any other, which typer reads or refuses."""
     folders, numbers, as_json = [], {}, False
     given = iter(words)
@@ -47,10 +47,10 @@ def read_words(words: list[str]) -> Asked | None:
             folders.append(word)
     if len(folders) != 1 or not folders[0]:
         return None
-    return Asked(Path(folders[0]), numbers.get("--max-age", MAX_AGE), numbers.get("--rank"), as_json)
+    return StatusQuery(Path(folders[0]), numbers.get("--max-age", MAX_AGE), numbers.get("--rank"), as_json)
 
 
-def answer(asked: Asked) -> int:
+def answer(asked: StatusQuery) -> int:
     """Print the state of a run, and return the exit code; raise BadData for a folder without a run."""
     from halfstep.runs.liveness import judge_run
 
@@ -67,7 +67,7 @@ def _as_line(found: RunLiveness) -> str:
     return in_line(f"{found.state}{code}{why}{again}")
 
 
-def _as_json(found: RunLiveness, asked: Asked) -> str:
+def _as_json(found: RunLiveness, asked: StatusQuery) -> str:
     ranks = [one._asdict() for one in found.ranks]
     content = {**found._asdict(), "run": str(found.run), "max_age": asked.max_age, "ranks": ranks}
     return json.dumps(content, indent=1)

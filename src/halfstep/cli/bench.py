@@ -26,18 +26,18 @@ def run(
     context: typer.Context,
     recipe: RecipeOrCase,
     precisions: Annotated[
-        str, typer.Option(help="Which, with commas; strict fp32 is always among them.")
+        str, typer.Option(help="The precisions, separated by commas; strict fp32 is always included.")
     ] = "fp32,bf16",
     configs: Annotated[
-        bool, flag("--configs", "Instead: AMP, AMP with twice the batch, and compiled AMP, compared with the baseline.")
+        bool, flag("--configs", "Compare AMP, AMP with twice the batch and compiled AMP with the baseline instead.")
     ] = False,
     arm: Annotated[
         list[str] | None,
-        typer.Option(help='One more arm, "NAME: SETTING SETTING"; may be repeated.', metavar="ARM"),
+        typer.Option(help='A configuration to compare, "NAME: SETTING SETTING"; may be repeated.', metavar="ARM"),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each precision; 3 or more for a verdict on accuracy.")] = 3,
     price_per_hour: Annotated[
-        float | None, typer.Option(help="Of the machine, in any currency: adds what training costs.")
+        float | None, typer.Option(help="Price of the machine, in any currency: adds the cost of training.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where runs and reports go; runs/bench-RECIPE if left out.", metavar="FOLDER")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import Command, Json, OnDevice, check_report, flag, show_result
+from halfstep.cli._options import HalfstepCommand, Json, OnDevice, check_report, flag, show_result
 from halfstep.doctor.device_report import DeviceReport, examine
 from halfstep.errors import CONFIGURATION, STORAGE, FolderTaken, WrongUse
 from halfstep.files import storing
@@ -15,7 +15,7 @@ from halfstep.json_data import json_data
 from halfstep.store.address import has_scheme, parse_address
 
 if TYPE_CHECKING:
-    from halfstep.doctor.linking import Run
+    from halfstep.doctor.linking import ProjectRun
     from halfstep.doctor.located import LocatedFinding
     from halfstep.doctor.project import Project
     from halfstep.doctor.project_page import ProjectStatus
@@ -25,7 +25,7 @@ SHOWN = "patch"
 """The value of --fix where no name follows it: what would be changed is shown."""
 
 
-class _FixAlone(Command):
+class _FixAlone(HalfstepCommand):
     """A command whose `--fix` may stand without a name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -205,7 +205,7 @@ def _project(
         raise typer.Exit(CONFIGURATION)
 
 
-def _write_sarif(file: Path, folder: Path, findings: list[LocatedFinding], runs: list[Run]) -> None:
+def _write_sarif(file: Path, folder: Path, findings: list[LocatedFinding], runs: list[ProjectRun]) -> None:
     from halfstep.doctor.sarif import to_sarif
     from halfstep.files import write_json
 
@@ -217,7 +217,7 @@ def _write_sarif(file: Path, folder: Path, findings: list[LocatedFinding], runs:
         write_json(file, to_sarif(findings, otherwise, below))
 
 
-def _write_recipe(file: Path, project: Project, runs: list[Run], status: ProjectStatus) -> None:
+def _write_recipe(file: Path, project: Project, runs: list[ProjectRun], status: ProjectStatus) -> None:
     from halfstep.doctor.conversion import to_recipe
     from halfstep.doctor.project_page import SEVERAL
     from halfstep.files import write_text

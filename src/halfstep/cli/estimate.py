@@ -67,7 +67,12 @@ def run(
         if several_ranks and world is None:
             raise WrongUse("--nodes, --sharding or --shard-size alone", allowed="with --world", do="--world 1024")
         if survive is not None:
-            _survive(wanted, _formats(survive), json)
+            names = _words([survive])
+            if not names:
+                raise WrongUse(
+                    f"--survive {survive!r}", allowed="formats, separated by commas", do="--survive fp16,fp8_e4m3"
+                )
+            _survive(wanted, names, json)
             return
         from halfstep.measure.memory.report import EstimateOptions
 
@@ -101,13 +106,6 @@ def _estimate(wanted: Subject, options: EstimateOptions, json: bool) -> None:
 
 def _words(given: Iterable[str] | None) -> tuple[str, ...]:
     return tuple(word.strip() for text in given or () for word in text.split(",") if word.strip())
-
-
-def _formats(text: str) -> tuple[str, ...]:
-    names = _words([text])
-    if not names:
-        raise WrongUse(f"--survive {text!r}", allowed="formats, separated by commas", do="--survive fp16,fp8_e4m3")
-    return names
 
 
 def _sizes(words: tuple[str, ...]) -> tuple[int, ...]:

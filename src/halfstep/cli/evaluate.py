@@ -31,7 +31,7 @@ def run(
         Path | None,
         typer.Argument(
             metavar="[FOLDER]",
-            help="Labelled data elsewhere, laid out as the training data were; the run's validation data if left out.",
+            help="Labeled data elsewhere, laid out as the training data were; the run's validation data if left out.",
         ),
     ] = None,
     csv: Annotated[

@@ -36,7 +36,9 @@ def main() -> None:
     logging.getLogger("halfstep").addHandler(logging.NullHandler())
     # transformers imports torchao where it is installed, and torchao calls what torch deprecates: no news for a user.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-    _print_anywhere()
+    # Print a question mark for a character that the encoding lacks, such as an ellipsis in ASCII, and no traceback.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        sys.stdout.reconfigure(errors="replace")
     # The signals that end a run with 75 from its first moment on, while modules are imported too.
     in_main = threading.current_thread() is threading.main_thread()
     heard = stop_signals() if sys.argv[1:2] == ["train"] and in_main else []
@@ -79,12 +81,6 @@ def _answer_probe(words: list[str]) -> None:
     if asked is not None:
         with contextlib.suppress(HalfstepError, ImportError):
             raise SystemExit(_probe.answer(asked))
-
-
-def _print_anywhere() -> None:
-    """Print a question mark for what the terminal's encoding lacks, such as an ellipsis in ASCII, and no traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
-        sys.stdout.reconfigure(errors="replace")
 
 
 @contextmanager

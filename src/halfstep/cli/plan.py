@@ -42,10 +42,10 @@ SECONDS = 180.0
 def run(
     context: typer.Context,
     recipe: RecipeOrCaseIfAny = None,
-    seconds: Annotated[float, typer.Option(help="How long it may take, about.")] = SECONDS,
+    seconds: Annotated[float, typer.Option(help="About how long it may take, in seconds.")] = SECONDS,
     device: OnDevice = None,
     grow_batch: Annotated[
-        bool, flag("--grow-batch", "Try larger batches too, which changes the optimisation.")
+        bool, flag("--grow-batch", "Try larger batches too, which changes the optimization.")
     ] = False,
     write: Annotated[
         Path | None, typer.Option(help="The recipe to write; runs/plan-RECIPE.yaml if left out.", metavar="FILE")

@@ -53,7 +53,7 @@ def run(
 
         found = shipped()
         words = Paragraph(
-            "halfstep train NAME runs one; halfstep recipes NAME says what it sets.", gap=True, wrap=False
+            "halfstep train NAME runs one; halfstep recipes NAME shows its settings.", gap=True, wrap=False
         )
         show_result({"recipes": found}, Page("recipes", (shipped_table(found), words)), json)
     elif action == "schema":

@@ -17,7 +17,7 @@ def run(
     most: Annotated[int, typer.Option(min=1, max=10_000, help="Runs to list at most, the newest first.")] = 50,
     json: Json = False,
 ) -> None:
-    """List the runs of a folder: state, precision, metric, steps, skips, the time taken and when they wrote last."""
+    """List the runs of a folder: state, precision, metric, steps, skips, the time taken and the last write."""
     from halfstep.runs.listing import runs
 
     found = runs(folder, most)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli._options import Command, OnDevice, end, flag, print_json
+from halfstep.cli._options import HalfstepCommand, OnDevice, end, flag, print_json
 from halfstep.errors import SOFTWARE, FolderTaken, WrongUse, unknown_name
 from halfstep.files import storing
 from halfstep.launch_variables import launched_rank
@@ -21,7 +21,7 @@ GROUP = "Files"
 _STDOUT = "-"
 
 
-class _MayLackFile(Command):
+class _MayLackFile(HalfstepCommand):
     """A command whose `--json` may stand without a file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

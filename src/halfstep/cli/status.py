@@ -29,4 +29,4 @@ def run(
     Ranks write a heartbeat every 5 seconds, less often if they are more than 250. Ranks of other hosts are watched
     until they write one, so that no two clocks are compared. Loads no torch.
     """
-    raise typer.Exit(_probe.answer(_probe.Asked(folder, max_age, rank, json)))
+    raise typer.Exit(_probe.answer(_probe.StatusQuery(folder, max_age, rank, json)))

@@ -36,13 +36,13 @@ def run(
     new: Annotated[bool, flag("--new", "Start a new run in a numbered folder if the run's folder exists.")] = False,
     task: Annotated[Path | None, typer.Option(help="A Python file with a task of your own.", metavar="FILE")] = None,
     accept_data_change: Annotated[
-        bool, flag("--accept-data-change", "Go on with an unfinished run though its data has changed.")
+        bool, flag("--accept-data-change", "Continue an unfinished run although its data has changed.")
     ] = False,
     accept_recipe_change: Annotated[
-        bool, flag("--accept-recipe-change", "Go on with an unfinished run under another recipe.")
+        bool, flag("--accept-recipe-change", "Continue an unfinished run with a different recipe.")
     ] = False,
     extend: Annotated[
-        bool, flag("--extend", "Go on with a finished run, up to the --epochs or --steps given, at its last lr.")
+        bool, flag("--extend", "Continue a finished run up to the given --epochs or --steps, at its last lr.")
     ] = False,
     rewarm: Annotated[
         bool, flag("--rewarm", "With --extend: a new warm-up and decay of the lr over the added steps.")
@@ -66,7 +66,10 @@ def run(
     accepted = accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
     resolved, own, notes = _resolved(recipe, task, context.args, now)
     if show:
-        _show(resolved, now)
+        from halfstep.recipe.strict_yaml import to_yaml
+
+        now("")
+        say(to_yaml(resolved.recipe).rstrip("\n"))
         return
     # A user's task may need other packages and data than ours, so only our tasks are checked early.
     if own is None:
@@ -118,13 +121,6 @@ def _resolved(recipe: str, task: Path | None, words: list[str], now: Now) -> tup
         own, digest = task_from_file(task)
     notes = [f"task {own.__name__} from {task} (sha256 {digest})"]
     return resolved_recipe(found, words, schema=own.schema), own, notes
-
-
-def _show(resolved: Resolved, now: Now) -> None:
-    from halfstep.recipe.strict_yaml import to_yaml
-
-    now("")
-    say(to_yaml(resolved.recipe).rstrip("\n"))
 
 
 def _launched(resolved: Resolved, stopping: Stopping, options: dict[str, Any]) -> Run:

@@ -107,7 +107,7 @@ def _pages(image: Image.Image, channels: int) -> Tensor:
             raise Unreadable(f"{page} pages, where {channels} channels need as many")
         image.seek(page)
         if image.size != size or image.mode not in _GREY:
-            raise Unreadable(f"page {page + 1} is not grey, or of another size than the first")
+            raise Unreadable(f"page {page + 1} is not gray, or of another size than the first")
         planes.append(_plane(image))
     if _has_page(image, channels):
         raise Unreadable(f"more than {channels} pages, where {channels} channels need as many")
@@ -172,8 +172,8 @@ class MaskClasses:
     def __post_init__(self) -> None:
         if self.palette is not None and len(self.palette) != self.classes:
             raise WrongUse(
-                f"a palette of {len(self.palette)} colours for {self.classes} classes",
-                allowed="one colour for each class",
+                f"a palette of {len(self.palette)} colors for {self.classes} classes",
+                allowed="one color for each class",
                 do="write data.palette: [[0, 0, 0], [255, 0, 0], ...]",
             )
 
@@ -203,9 +203,9 @@ def _grey_of(values: Numbers, name: str) -> Numbers:
     if not (values == first).all():
         colour = values[(values != first).any(-1)][0].tolist()
         raise BadData(
-            f"the mask {name} is in colour, such as {colour}",
-            allowed="a value for each pixel; or colours, with a palette that names them",
-            do="write data.palette: [[0, 0, 0], [255, 0, 0], ...], a colour for each class",
+            f"the mask {name} is in color, such as {colour}",
+            allowed="a value for each pixel; or colors, with a palette that names them",
+            do="write data.palette: [[0, 0, 0], [255, 0, 0], ...], a color for each class",
         )
     return values[..., 0]
 
@@ -219,9 +219,9 @@ def _classes_from_colours(values: Numbers, palette: Palette, name: str) -> Numbe
     if (numbers < 0).any():
         colour = values[numbers < 0][0].tolist()
         raise BadData(
-            f"the mask {name} has the colour {colour}, which data.palette does not name",
+            f"the mask {name} has the color {colour}, which data.palette does not name",
             allowed=", ".join(str(list(c)) for c in palette[:20]),
-            do="add the colour to data.palette, or correct the mask",
+            do="add the color to data.palette, or correct the mask",
         )
     return numbers
 

@@ -134,7 +134,7 @@ def _from_numbers(masks: Sequence[MaskCounts], classes: int | None) -> MaskReadi
     palette = tuple((value, value, value) for value in sorted(common))
     if len(palette) < 2:
         return MaskReading(2, f"nothing but {palette[0][0]}")
-    return MaskReading(len(palette), _listed("greys", [c[0] for c in palette]), palette=palette)
+    return MaskReading(len(palette), _listed("grays", [c[0] for c in palette]), palette=palette)
 
 
 def _present(masks: Iterable[MaskCounts]) -> tuple[set[int], set[int]]:
@@ -160,7 +160,7 @@ def _from_colours(masks: Sequence[MaskCounts]) -> MaskReading:
             for value, pixels in mask.pixels.items():
                 counts[colour_of(value) if mask.in_colour else (value, value, value)] += pixels
     if not 2 <= len(counts) <= min(MOST_VALUES, _MOST_CLASSES):
-        return MaskReading(2, f"{len(counts)} different colours, which are no classes")
+        return MaskReading(2, f"{len(counts)} different colors, which are no classes")
     # Class 0 is the background by convention: black, or else the most frequent color.
     background = (0, 0, 0) if (0, 0, 0) in counts else counts.most_common(1)[0][0]
     palette = (background, *sorted(colour for colour in counts if colour != background))

@@ -179,7 +179,7 @@ class FrameFolders(NumberedFiles):
             raise BadData(
                 error.given,
                 allowed="the number of a thing for each pixel, 0 to 255; or a palette PNG, of which the numbers count",
-                do="write the masks again, in grey or with a palette",
+                do="write the masks again, in gray or with a palette",
             ) from error
         same_size(images.shape[-2:], mask.shape, str(path))
         return mask

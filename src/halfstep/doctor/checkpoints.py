@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.doctor.located import LocatedFinding
-from halfstep.doctor.pickled import outline, tensor_format, things
+from halfstep.doctor.pickled import outline, tensor_format, walk_values
 from halfstep.files import LARGEST_JSON, strict_json
 from halfstep.finding import Severity
 
@@ -167,7 +167,9 @@ def _of_pickle(path: Path, name: str) -> Iterator[LocatedFinding]:
     if not isinstance(root, dict):
         return
     optimizers = [key for key in root if isinstance(key, str) and "optim" in key.lower()]
-    weights = {f"{key}": format for key, one in things(_without(root, optimizers)) if (format := tensor_format(one))}
+    weights = {
+        f"{key}": format for key, one in walk_values(_without(root, optimizers)) if (format := tensor_format(one))
+    }
     narrow = {key: format for key, format in weights.items() if format in ("fp16", "bf16")}
     if narrow:
         yield _in_16_bits(name, narrow, len(weights), "warning" if optimizers else "note")
@@ -186,7 +188,7 @@ def _is_scaler(key: object) -> bool:
 
 def _fp16_setting(root: Any) -> str | None:
     """Return the setting by which a run was certainly in fp16, such as `fp16=True`; None where that is not known."""
-    for key, value in things(root):
+    for key, value in walk_values(root):
         if key == "fp16" and value is True:
             return "fp16=True"
         is_plain = isinstance(value, (str, int)) and key in ("precision", "mixed_precision", "amp_dtype")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from halfstep.doctor.linking import Run
+from halfstep.doctor.linking import ProjectRun
 from halfstep.doctor.project import Project
 from halfstep.doctor.settings import printable
 from halfstep.doctor.sources.kinds import kind_of
@@ -100,7 +100,7 @@ _OURS = {name: key for key, (_, names) in _KEYS.items() for name in names}
 _MOST_COMMENTS = 100
 
 
-def to_recipe(project: Project, runs: Sequence[Run], precision: str | None) -> str:
+def to_recipe(project: Project, runs: Sequence[ProjectRun], precision: str | None) -> str:
     """Return a recipe without task, model and data, as YAML; what does not map is a comment with its place.
 
     Raise `WrongUse` where the project has nothing to convert.
@@ -120,7 +120,7 @@ def to_recipe(project: Project, runs: Sequence[Run], precision: str | None) -> s
     return _text(project, precision, taken, left)
 
 
-def _stated(project: Project, run: Run) -> Iterator[Stated]:
+def _stated(project: Project, run: ProjectRun) -> Iterator[Stated]:
     """Yield what a run says, flags first: they win over files."""
     for source in sorted(run.sources, key=lambda source: source.kind != "launch"):
         text = project.texts.get(source.place, "")

@@ -81,7 +81,7 @@ class DeviceReport(JsonResult, ShownAsPage):
                 Pairs(build),
                 Heading("Formats", _how_measured(self.measured)),
                 _format_table(self.formats),
-                Heading("torch's fp32 switches", "a run sets its own and puts these back"),
+                Heading("torch's fp32 switches", "a run sets its own and restores these"),
                 Pairs(tuple(self.flags.items())),
                 Heading("Choice"),
                 Paragraph(verdict, indent=True),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.doctor.checkup import SettingsVerdict, judge, read_sources
-from halfstep.doctor.linking import Run
+from halfstep.doctor.linking import ProjectRun
 from halfstep.doctor.located import Edit, LocatedFinding
 from halfstep.doctor.patch import edited, edits_of, write_texts
 from halfstep.doctor.project import Project
@@ -33,7 +33,7 @@ def precision_to_fix(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FixPlan:
     """What --fix would write: the new text of each file, after which no setting conflicts."""
 
     project: Project
@@ -43,7 +43,7 @@ class Plan:
     """Why the settings are left as they are; mistakes in code are fixed all the same."""
 
 
-def plan_fixes(folder: str, precision: str | None = None, variables: Mapping[str, str] = os.environ) -> Plan:
+def plan_fixes(folder: str, precision: str | None = None, variables: Mapping[str, str] = os.environ) -> FixPlan:
     """Return the edits of all findings as one plan, or those after which every setting asks for `precision`.
 
     Every pass is checked in memory. Without a precision, settings are left alone where the plan does not end aligned;
@@ -51,12 +51,12 @@ def plan_fixes(folder: str, precision: str | None = None, variables: Mapping[str
     """
     before = examine_project(folder, variables)
     if precision is not None:
-        return Plan(before[0], _plan_precision(folder, precision, variables))
+        return FixPlan(before[0], _plan_precision(folder, precision, variables))
     refused = _open_conflict(before[2])
     texts = {} if refused else _all_passes(folder, variables, code_only=False)
     if texts and (left := _open_conflict(examine_project(folder, variables, texts)[2], edited_too=True)):
         refused, texts = left, {}
-    return Plan(before[0], texts if not refused else _all_passes(folder, variables, code_only=True), refused)
+    return FixPlan(before[0], texts if not refused else _all_passes(folder, variables, code_only=True), refused)
 
 
 def _all_passes(folder: str, variables: Mapping[str, str], code_only: bool) -> dict[str, str]:
@@ -107,7 +107,7 @@ def _plan_precision(folder: str, wanted: str, variables: Mapping[str, str]) -> d
     return texts
 
 
-def _against(runs: Sequence[Run], wanted: str) -> list[FoundSetting]:
+def _against(runs: Sequence[ProjectRun], wanted: str) -> list[FoundSetting]:
     said = [s for run in runs for s in run.settings() if s.claim and s.value != NOT_GIVEN and s.decides]
     return [setting for setting in said if _speaks_against(setting, wanted)]
 

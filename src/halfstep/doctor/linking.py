@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from halfstep.doctor.precedence import ACCELERATE, FABRIC, PYTHON, Provenance, provenance, tools_with_rules
 from halfstep.doctor.project import Project
 from halfstep.doctor.settings import FoundSetting, SettingSource, without_alternatives
-from halfstep.doctor.sources.launch import Launch
+from halfstep.doctor.sources.launch import LaunchLine
 from halfstep.doctor.sources.reading import lightning_claim
 
 MOST_RUNS = 200
@@ -22,12 +22,12 @@ MOST_RUNS = 200
 
 
 @dataclass(frozen=True)
-class Run:
+class ProjectRun:
     """One run of a project: how it is started, and every source that it reads."""
 
     start: str
     sources: list[SettingSource]
-    launch: Launch | None = None
+    launch: LaunchLine | None = None
     aside: tuple[SettingSource, ...] = ()
     """Files of the project that a person may expect this run to read, and that it does not."""
 
@@ -132,7 +132,7 @@ class Places:
         return fitting[0] if len(fitting) == 1 else None
 
 
-def runs_of(project: Project, environment: SettingSource) -> list[Run]:
+def runs_of(project: Project, environment: SettingSource) -> list[ProjectRun]:
     """Return the runs of a project, each with the sources that it reads."""
     by_place = Places(project.sources)
     launched = [launch for launch in project.launches if launch.launcher]
@@ -148,24 +148,24 @@ def runs_of(project: Project, environment: SettingSource) -> list[Run]:
     return [_with_loose(run, loose, environment) for run in runs]
 
 
-def _launched(launch: Launch, by_place: Places) -> Run:
+def _launched(launch: LaunchLine, by_place: Places) -> ProjectRun:
     script = by_place.named(_module(launch.script), launch.source.place)
     members = closure([_module(launch.script), *launch.source.names], launch.source.place, by_place)
     members = [member if member is script else _imported(member) for member in members]
     start = {"accelerate": ACCELERATE, "fabric": FABRIC}.get(launch.launcher, PYTHON)
-    return Run(start, [launch.source, *members], launch)
+    return ProjectRun(start, [launch.source, *members], launch)
 
 
 def _module(name: str) -> str:
     return name if "/" in name or name.endswith((".py", ".yaml", ".yml", ".json")) else f"{name.replace('.', '/')}.py"
 
 
-def _started_by_hand(by_place: Places, told: set[str]) -> list[Run]:
+def _started_by_hand(by_place: Places, told: set[str]) -> list[ProjectRun]:
     """Return a run for each script that decides a precision and that no other script imports."""
     scripts = [s for s in by_place.sources if s.kind == "code" and s.place not in told]
     named = _named_by_others(scripts, by_place)
     roots = [s for s in scripts if s.place not in named and (s.tools or any(x.claim for x in s.precision))]
-    return [Run(PYTHON, [s, *_others(s, by_place)]) for s in roots[:MOST_RUNS]]
+    return [ProjectRun(PYTHON, [s, *_others(s, by_place)]) for s in roots[:MOST_RUNS]]
 
 
 def _named_by_others(sources: Iterable[SettingSource], by_place: Places) -> set[str]:
@@ -203,13 +203,15 @@ def _loose(project: Project, told: set[str]) -> list[SettingSource]:
     return [source for source in loose if kinds.count(source.kind) == 1 and source.precision]
 
 
-def _configurations_alone(loose: Sequence[SettingSource], by_place: Places) -> list[Run]:
+def _configurations_alone(loose: Sequence[SettingSource], by_place: Places) -> list[ProjectRun]:
     """Return the runs of a project without a launch line and without a script that decides a precision."""
     scattered = [s for s in by_place.sources if s not in loose and s.kind != "code"]
     named = _named_by_others(scattered, by_place)
     roots = [s for s in scattered if s.place not in named]
     alone = [[root, *_others(root, by_place)] for root in roots[:MOST_RUNS]] or [[]]
-    return [Run(_start([*members, *loose]), [*members, *(s for s in loose if s not in members)]) for members in alone]
+    return [
+        ProjectRun(_start([*members, *loose]), [*members, *(s for s in loose if s not in members)]) for members in alone
+    ]
 
 
 def _start(sources: Sequence[SettingSource]) -> str:
@@ -217,7 +219,7 @@ def _start(sources: Sequence[SettingSource]) -> str:
     return ACCELERATE if any(source.kind == "accelerate" for source in sources) else PYTHON
 
 
-def _with_loose(run: Run, loose: Sequence[SettingSource], environment: SettingSource) -> Run:
+def _with_loose(run: ProjectRun, loose: Sequence[SettingSource], environment: SettingSource) -> ProjectRun:
     sources = [*run.sources, *(source for source in loose if source.kind != "accelerate")]
     files = [source for source in loose if source.kind == "accelerate"]
     start, aside = run.start, ()  # type: str, tuple[SettingSource, ...]

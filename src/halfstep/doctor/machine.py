@@ -29,7 +29,7 @@ _RANGE = re.compile(r"(>=|<=|<|>|==)([\d.]+)")
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """The facts: installed versions, GPUs, and shared memory."""
 
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Machine:
     """Whether this is a Mac with an Apple processor."""
 
 
-def check_machine(machine: Machine, build: Build | None = None) -> list[Finding]:
+def check_machine(machine: MachineFacts, build: Build | None = None) -> list[Finding]:
     """Return findings on the machine, and on torch's build where that is given."""
     about_build = check_build(build) if build is not None else []
     return [*about_build, *check_shared_memory(machine.shared_memory), *_known_bad(machine)]
@@ -62,12 +62,12 @@ def check_shared_memory(size: int | None, workers: int | None = None, batch: int
     return [Finding("machine.shared_memory", "warning", evidence, f"{_LARGER}; or fewer workers")]
 
 
-def read_machine(build: Build | None = None) -> Machine:
+def read_machine(build: Build | None = None) -> MachineFacts:
     """Return the facts of this machine."""
     names = {str(entry["package"]) for entry in known_bad() if "package" in entry}
     found = {name: version for name in sorted(names) if (version := installed_version(name))}
     apple = sys.platform == "darwin" and platform.machine() == "arm64"
-    return Machine(found, (build or read_build()).boards, _shared_memory(), apple)
+    return MachineFacts(found, (build or read_build()).boards, _shared_memory(), apple)
 
 
 def within(version: str, ranges: str) -> bool:
@@ -81,7 +81,7 @@ def within(version: str, ranges: str) -> bool:
     return True
 
 
-def _known_bad(machine: Machine) -> Iterator[Finding]:
+def _known_bad(machine: MachineFacts) -> Iterator[Finding]:
     for entry in known_bad():
         where = _applies(entry, machine)
         if where is not None:
@@ -89,7 +89,7 @@ def _known_bad(machine: Machine) -> Iterator[Finding]:
             yield Finding(entry["id"], entry["severity"], f"{where}: {entry['what']} ({sources})", entry["fix"])
 
 
-def _applies(entry: KnownBad, machine: Machine) -> str | None:
+def _applies(entry: KnownBad, machine: MachineFacts) -> str | None:
     """Return the version or the GPU that an entry is about; None where it does not apply."""
     if (entry.get("only_cpu") and machine.boards) or (entry.get("only_gpu") and not machine.boards):
         return None

@@ -48,7 +48,7 @@ def outline(path: Path) -> Any | None:
         return None
 
 
-def things(root: Any) -> Iterator[tuple[str, Any]]:
+def walk_values(root: Any) -> Iterator[tuple[str, Any]]:
     """Yield every value with its key, each container once."""
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("", root)]

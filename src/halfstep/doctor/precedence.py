@@ -19,7 +19,7 @@ PYTHON, ACCELERATE, FABRIC = "python", "accelerate", "fabric"
 ANY = (PYTHON, ACCELERATE, FABRIC)
 
 
-class Rule(NamedTuple):
+class ReadingOrder(NamedTuple):
     """The order of one tool under one way to start: places as `owner.rank`, the winner first.
 
     A place that is not in the order is not read.
@@ -34,34 +34,34 @@ class Rule(NamedTuple):
 
 RULES = (
     # The launcher puts its flag or its file into the variable, and `no` where both are silent.
-    Rule("accelerate", (ACCELERATE,), ("accelerate.code", "accelerate.flag", "accelerate.file")),
+    ReadingOrder("accelerate", (ACCELERATE,), ("accelerate.code", "accelerate.flag", "accelerate.file")),
     # Nothing but the launcher reads the file.
-    Rule("accelerate", (PYTHON, FABRIC), ("accelerate.code", "accelerate.environment")),
+    ReadingOrder("accelerate", (PYTHON, FABRIC), ("accelerate.code", "accelerate.environment")),
     # TrainingArguments that say `true` win; `false` and silence leave the choice to accelerate's variable.
-    Rule(
+    ReadingOrder(
         "transformers",
         (ACCELERATE,),
         ("transformers.code", "transformers.flag", "transformers.file", "accelerate.flag", "accelerate.file"),
     ),
-    Rule(
+    ReadingOrder(
         "transformers",
         (PYTHON, FABRIC),
         ("transformers.code", "transformers.flag", "transformers.file", "accelerate.environment"),
     ),
     # PL_TRAINER_PRECISION fills in what Trainer(...) was not given.
-    Rule("lightning", ANY, ("lightning.code", "lightning.environment")),
+    ReadingOrder("lightning", ANY, ("lightning.code", "lightning.environment")),
     # LightningCLI gives the Trainer every argument, so that Lightning's own variable is never looked at. It reads its
     # words from left to right: a flag before --config loses against the file.
-    Rule(
+    ReadingOrder(
         "lightning cli",
         ANY,
         ("lightning cli.flag", "lightning.file", "lightning cli.early flag", "lightning cli.default"),
     ),
     # Fabric's variable wins over the code, in silence; `fabric run` sets it, and then Fabric refuses to run with both.
-    Rule("fabric", (PYTHON, ACCELERATE), ("fabric.environment", "fabric.code")),
-    Rule("fabric", (FABRIC,), ("fabric.flag", "fabric.code"), refuses=True),
-    Rule("hydra", ANY, ("hydra.flag", "hydra.file")),
-    Rule("halfstep", ANY, ("halfstep.flag", "recipe.file")),
+    ReadingOrder("fabric", (PYTHON, ACCELERATE), ("fabric.environment", "fabric.code")),
+    ReadingOrder("fabric", (FABRIC,), ("fabric.flag", "fabric.code"), refuses=True),
+    ReadingOrder("hydra", ANY, ("hydra.flag", "hydra.file")),
+    ReadingOrder("halfstep", ANY, ("halfstep.flag", "recipe.file")),
 )
 _ONLY_IF_ON = frozenset({"transformers"})
 """Tools in which `false` and silence are the same."""
@@ -72,7 +72,7 @@ def place_of(setting: FoundSetting) -> str:
     return f"{setting.owner}.{setting.rank}"
 
 
-def rule_for(tool: str, start: str) -> Rule | None:
+def rule_for(tool: str, start: str) -> ReadingOrder | None:
     """Return the rule of a tool under a way to start, None where it has none."""
     return next((rule for rule in RULES if rule.tool == tool and start in rule.starts), None)
 

@@ -16,7 +16,7 @@ from halfstep.doctor.notebook import code_of
 from halfstep.doctor.settings import SettingSource, printable
 from halfstep.doctor.sources import launch, python
 from halfstep.doctor.sources.kinds import from_configuration
-from halfstep.doctor.sources.launch import Launch, from_shell
+from halfstep.doctor.sources.launch import LaunchLine, from_shell
 from halfstep.errors import HalfstepError, WrongUse
 
 CHECKS: tuple[Callable[[str, str], list[LocatedFinding]], ...] = (check_code,)
@@ -50,7 +50,7 @@ class Project:
     """Texts that stand in the place of files, by their path in the project."""
     sources: list[SettingSource] = field(default_factory=list)
     """Configurations and scripts in Python."""
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[LaunchLine] = field(default_factory=list)
     findings: list[LocatedFinding] = field(default_factory=list)
     """Files that could not be read, and what the checks of single files found."""
     texts: dict[str, str] = field(default_factory=dict)

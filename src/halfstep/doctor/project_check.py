@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from halfstep.doctor.checkup import SettingsVerdict, default_file_note, facts, judge, status_of
-from halfstep.doctor.linking import Run, runs_of
+from halfstep.doctor.linking import ProjectRun, runs_of
 from halfstep.doctor.located import Edit, LocatedFinding, lines_of
 from halfstep.doctor.precedence import ACCELERATE, Provenance
 from halfstep.doctor.project import Project, read_project
@@ -36,7 +36,7 @@ def check_project(folder: str, variables: Mapping[str, str] = os.environ) -> Pro
 
 def examine_project(
     folder: str, variables: Mapping[str, str] = os.environ, changed: Mapping[str, str] | None = None
-) -> tuple[Project, list[Run], list[LocatedFinding]]:
+) -> tuple[Project, list[ProjectRun], list[LocatedFinding]]:
     """Return the content of a folder, its runs, and all findings; raise `WrongUse` if there is no such folder.
 
     The texts of `changed` replace those of files.
@@ -54,22 +54,25 @@ def examine_project(
     return project, runs, sorted(unique.values(), key=lambda f: (_ORDER[f.severity], f.file, f.line or 0, f.id))
 
 
-def report_of(project: Project, runs: Sequence[Run], findings: Sequence[LocatedFinding]) -> ProjectReport:
+def report_of(project: Project, runs: Sequence[ProjectRun], findings: Sequence[LocatedFinding]) -> ProjectReport:
     """Return the report of a folder."""
     settings = {(s.place, s.line, s.key): s for source in project.sources for s in source.precision}
     settings |= {(s.place, s.line, s.key): s for launch in project.launches for s in launch.source.precision}
     settings |= {(s.place, s.line, s.key): s for run in runs for source in run.sources for s in source.precision}
+    status = status_of_project(runs, findings)
+    if not project.files:
+        status = replace(status, final="nothing to check: the folder has no script and no configuration")
     return ProjectReport(
         project.root,
         FileCounts(project.files, len({place for place, _, _ in settings}), project.more),
         list(settings.values()),
         [_row(run) for run in runs],
         list(findings),
-        status_of_project(runs, findings),
+        status,
     )
 
 
-def _row(run: Run) -> RunReport:
+def _row(run: ProjectRun) -> RunReport:
     files = list(dict.fromkeys(source.place for source in run.sources if source.precision))
     provenance = list(run.provenance())
     precision = _verdict(run, run.provenance()).precision
@@ -135,7 +138,7 @@ def _own_words(project: Project) -> Iterator[LocatedFinding]:
         yield LocatedFinding("settings.own_word", "note", evidence, "", found[0].place, found[0].line)
 
 
-def _of_run(project: Project, run: Run) -> Iterator[LocatedFinding]:
+def _of_run(project: Project, run: ProjectRun) -> Iterator[LocatedFinding]:
     rows = run.provenance()
     conflicts = _verdict(run, rows).conflicts
     # Nothing says which of two formats is meant: nothing that follows from either is edited.
@@ -159,12 +162,12 @@ def _without_edits(finding: LocatedFinding) -> LocatedFinding:
     return replace(finding, edits=())
 
 
-def _takes_the_default(run: Run) -> bool:
+def _takes_the_default(run: ProjectRun) -> bool:
     """Return whether `accelerate launch` reads the file in its own place, which is outside of the project."""
     return run.launch is not None and run.start == ACCELERATE and not any(s.kind == "accelerate" for s in run.sources)
 
 
-def _verdict(run: Run, rows: Sequence[Provenance]) -> SettingsVerdict:
+def _verdict(run: ProjectRun, rows: Sequence[Provenance]) -> SettingsVerdict:
     """Return the precision of a run, and the conflicts between settings that are known to belong together."""
     # The settings that must agree: those that win in their tool, and those that no tool ranks.
     # Without a winner the settings that were read say what everybody believes: `fp16: false` and `bf16: false`.
@@ -193,7 +196,7 @@ def _is_composition(conflict: Conflict) -> bool:
     return conflict.one.kind == conflict.other.kind == "hydra" and conflict.one.place != conflict.other.place
 
 
-def _ignored(project: Project, run: Run, row: Provenance, loser: FoundSetting) -> LocatedFinding:
+def _ignored(project: Project, run: ProjectRun, row: Provenance, loser: FoundSetting) -> LocatedFinding:
     by = row.winners[0] if row.winners else None
     if row.refuses:
         why = f"{row.tool} stops in an error, because {by} ({by.where if by else ''}) says something else"
@@ -210,13 +213,13 @@ def _ignored(project: Project, run: Run, row: Provenance, loser: FoundSetting) -
     return LocatedFinding("settings.ignored", "error", evidence, fix, loser.place, loser.line, edits)
 
 
-def _starter(run: Run) -> str:
+def _starter(run: ProjectRun) -> str:
     if run.launch and run.launch.launcher not in ("accelerate", "fabric"):
         return run.launch.launcher
     return {"accelerate": "accelerate launch", "fabric": "fabric run"}.get(run.start, "python")
 
 
-def _repair(project: Project, run: Run, row: Provenance, loser: FoundSetting) -> tuple[tuple[Edit, ...], str]:
+def _repair(project: Project, run: ProjectRun, row: Provenance, loser: FoundSetting) -> tuple[tuple[Edit, ...], str]:
     """Return the edits that remove an ignored setting's contradiction, and the sentence that says what to write."""
     aside = any(loser in source.precision for source in run.aside)
     if aside and run.launch and run.start == ACCELERATE:
@@ -237,7 +240,7 @@ def _other_way(row: Provenance, loser: FoundSetting) -> str:
     return f"\nor: to run in {asked}, write in {winner.where}:\n    {line_for(winner, asked)}"
 
 
-def _name_the_file(project: Project, run: Run, loser: FoundSetting) -> tuple[tuple[Edit, ...], str]:
+def _name_the_file(project: Project, run: ProjectRun, loser: FoundSetting) -> tuple[tuple[Edit, ...], str]:
     assert run.launch
     place, number = run.launch.source.place, run.launch.line
     before = lines_of(project.texts[place])[number - 1].rstrip("\r\n")
@@ -255,7 +258,7 @@ def _mismatch(project: Project, conflict: Conflict, settings: Sequence[FoundSett
     return LocatedFinding(finding.id, finding.severity, finding.evidence, finding.fix, other.place, line, edits)
 
 
-def _located(finding: Finding, run: Run) -> LocatedFinding:
+def _located(finding: Finding, run: ProjectRun) -> LocatedFinding:
     if isinstance(finding, LocatedFinding):
         return finding
     return LocatedFinding(finding.id, finding.severity, finding.evidence, finding.fix, run.name.partition(":")[0])
@@ -312,7 +315,7 @@ def _nan_out_of_logs(settings: Sequence[FoundSetting]) -> Iterator[LocatedFindin
 _SUBSTITUTIONS = (_nan_out_of_logs, _lightning_on_a_cpu, _narrow_weights, _fixed_scale, _scaler_without_fp16)
 
 
-def status_of_project(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -> ProjectStatus:
+def status_of_project(runs: Sequence[ProjectRun], findings: Iterable[LocatedFinding]) -> ProjectStatus:
     """Return the status check over all runs; where runs differ in precision, each is named."""
     errors = [finding for finding in findings if finding.severity == "error" and not finding.in_tests]
     verdicts = {run.name: _verdict(run, run.provenance()) for run in runs}
@@ -325,10 +328,12 @@ def status_of_project(runs: Sequence[Run], findings: Iterable[LocatedFinding]) -
     if len(precisions) > 1 and not disputed:
         each = "; ".join(f"{v.precision} ({name})" for name, v in verdicts.items() if v.precision)
         status = replace(status, precision=SEVERAL, amp=each, fp16="as above")
+    ids = {finding.id for finding in errors}
+    known = next((words for name, words in _REASONS.items() if name in ids), "see the errors above")
     return ProjectStatus(
         **{**vars(status), "aligned": not errors, "final": _final(errors, status)},
         unresolved=sum(setting.means == UNRESOLVED for setting in settings),
-        reason=_reason(errors),
+        reason=known if errors else "",
         errors=len(errors),
         runs=len(runs),
     )
@@ -342,22 +347,15 @@ _REASONS = {
 }
 
 
-def precisions_of(runs: Sequence[Run]) -> set[str]:
+def precisions_of(runs: Sequence[ProjectRun]) -> set[str]:
     """Return the precisions of all runs whose settings decide one."""
     found = (_verdict(run, run.provenance()).precision for run in runs)
     return {precision for precision in found if precision is not None}
-
-
-def _reason(errors: Sequence[LocatedFinding]) -> str:
-    """Return in few words why a project is not aligned; a mismatch before anything else."""
-    ids = {finding.id for finding in errors}
-    known = next((words for name, words in _REASONS.items() if name in ids), "see the errors above")
-    return known if errors else ""
 
 
 def _final(errors: Sequence[LocatedFinding], status: PrecisionStatus) -> str:
     if not errors:
         return status.final
     count = several(len(errors), "error")
-    mended = all(finding.edits for finding in errors)
-    return f"not ready: {count}; {'--fix shows the patch' if mended else 'see the fix below each error'}"
+    fixable = all(finding.edits for finding in errors)
+    return f"not ready: {count}; {'--fix shows the patch' if fixable else 'see the fix below each error'}"

@@ -152,7 +152,7 @@ class SettingSource(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Document:
+class SettingsFile:
     """The content of a file with the line of each dotted key."""
 
     kind: Kind

@@ -60,7 +60,7 @@ class StoreReport:
             rows.append(("range of 1 MB", f"{1000 * self.read_seconds:,.0f} ms"))
         if self.honours_conditions is not None:
             alone = Span("no: unique names alone keep launches apart", "warn")
-            rows.append(("conditions honoured", "yes" if self.honours_conditions else alone))
+            rows.append(("conditions honored", "yes" if self.honours_conditions else alone))
         if self.clock_skew is not None:
             text = f"{self.clock_skew:+.0f} s"
             rows.append(("clock of the store", Span(text, "warn") if abs(self.clock_skew) > SKEW else text))

@@ -144,9 +144,10 @@ def read_build() -> Build:
     other = f"ROCm {torch.version.hip}" if torch.version.hip else "XPU" if getattr(torch.version, "xpu", None) else ""
     driver, boards = _told_by_nvml() or (None, _told_by_the_driver())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    parts = (torch.version.cuda or "").split(".")
     return Build(
         torch=torch.__version__,
-        cuda=_version(torch.version.cuda),
+        cuda=(int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None,
         other=other,
         # torch.cuda.get_arch_list() is empty where no GPU is usable, which is exactly when the list matters.
         architectures=tuple((getattr(torch._C, "_cuda_getArchFlags", str)() or "").split()),
@@ -201,11 +202,6 @@ def _told_by_the_driver() -> tuple[Board, ...]:
         lines = dict(line.partition(":")[::2] for line in place.read_text(errors="replace").splitlines())
         found.append(Board(lines.get("Model", "").strip() or "an NVIDIA GPU"))
     return tuple(found) or ((Board("an AMD GPU"),) if _AMD_GPU.exists() else ())
-
-
-def _version(text: str | None) -> Version | None:
-    parts = (text or "").split(".")
-    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None
 
 
 def _dotted(version: Version | None) -> str:

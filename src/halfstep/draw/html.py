@@ -149,7 +149,13 @@ def _block(block: Block) -> str:
             lead, text = escaped(block.lead.strip(" :")), _unbroken(block.text, words)
             return f'<div class="do"><b>{lead}</b><{tag}>{text}</{tag}></div>'
         case Pairs():
-            return _pairs(block)
+            if block.chips:
+                chips = (f'<li class="chip">{escaped(name)} <b>{_text(value)}</b></li>' for name, value in block.rows)
+                return f'<ul class="chips">{"".join(chips)}</ul>'
+            rows = (
+                f'<tr><th scope="row">{escaped(name)}</th><td>{_text(value)}</td></tr>' for name, value in block.rows
+            )
+            return f'<div class="scroll"><table class="pairs"><tbody>{"".join(rows)}</tbody></table></div>'
         case Table():
             return _table(block)
         case Box():
@@ -167,14 +173,6 @@ def _block(block: Block) -> str:
 
 def _blocks(blocks: Sequence[Block]) -> str:
     return "".join(map(_block, blocks))
-
-
-def _pairs(block: Pairs) -> str:
-    if block.chips:
-        chips = (f'<li class="chip">{escaped(name)} <b>{_text(value)}</b></li>' for name, value in block.rows)
-        return f'<ul class="chips">{"".join(chips)}</ul>'
-    rows = (f'<tr><th scope="row">{escaped(name)}</th><td>{_text(value)}</td></tr>' for name, value in block.rows)
-    return f'<div class="scroll"><table class="pairs"><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _table(table: Table) -> str:

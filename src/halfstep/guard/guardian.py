@@ -226,7 +226,7 @@ class Guardian:
             return
         self._applied_since_failure = 0
         if report.reason == REFUSED and not self._spike.diverges:
-            # A bad batch, or a new level that is still to be learnt: no failure of the run.
+            # A bad batch, or a new level that is still to be learned: no failure of the run.
             self._skips.excused()
             return
         self._skips.skipped()

@@ -13,7 +13,7 @@ SHORTEST_PAUSE = 10.0
 _SHARE_OF_TIME = 0.01
 
 
-class Curves:
+class CurvesListener:
     """A listener that draws after an epoch, unless it drew recently, and at the end."""
 
     def __init__(self, folder: Path) -> None:

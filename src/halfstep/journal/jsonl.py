@@ -39,7 +39,7 @@ JOURNAL, LOG = "journal.jsonl", "train.log"
 _PART = re.compile(r"journal\.([0-9]{15})\.jsonl")
 
 
-class Part(NamedTuple):
+class JournalPart(NamedTuple):
     """A file of a journal, and its byte offset in the whole journal."""
 
     begin: int
@@ -51,16 +51,16 @@ def is_earlier_part(name: str) -> bool:
     return _PART.fullmatch(name) is not None
 
 
-def parts_of(path: Path) -> list[Part]:
+def parts_of(path: Path) -> list[JournalPart]:
     """Return the files of a journal from the oldest to the one that is written, which may be missing."""
-    found: list[Part] = []
+    found: list[JournalPart] = []
     if path.name == JOURNAL:
         with contextlib.suppress(OSError):
             for entry in path.parent.iterdir():
                 if (match := _PART.fullmatch(entry.name)) and stat.S_ISREG(entry.lstat().st_mode):
-                    found.append(Part(int(match[1]), entry))
+                    found.append(JournalPart(int(match[1]), entry))
     found.sort()
-    return [*found, Part(found[-1].begin + _size(found[-1].path) if found else 0, path)]
+    return [*found, JournalPart(found[-1].begin + _size(found[-1].path) if found else 0, path)]
 
 
 def _size(path: Path) -> int:

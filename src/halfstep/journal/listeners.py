@@ -10,7 +10,7 @@ from rich.console import Console
 
 from halfstep.errors import unknown_name
 from halfstep.journal.console import LiveConsole
-from halfstep.journal.curves import Curves
+from halfstep.journal.curves import CurvesListener
 from halfstep.journal.events import Listener, StatefulListener
 from halfstep.journal.jsonl import JOURNAL, LOG, JsonLines, saved_events
 from halfstep.journal.plain import LogFile, Plain
@@ -38,7 +38,7 @@ def listeners(
     trackers = tracker_listeners(tracker, dir, resumed_at)
     if prometheus:
         trackers.append(Prometheus(dir / (METRICS if prometheus is True else prometheus)))
-    every_listener = [*files, *screen, *trackers, Curves(dir)]
+    every_listener = [*files, *screen, *trackers, CurvesListener(dir)]
     if resumed_at is not None:
         recall(every_listener, dir / JOURNAL)
     return every_listener

@@ -9,7 +9,7 @@ from pathlib import Path
 from halfstep.errors import MissingExtra
 from halfstep.journal.events import SAVED, START, Event
 from halfstep.journal.latest import CHECKPOINT
-from halfstep.journal.trackers import EventScalars, Picture
+from halfstep.journal.trackers import EventScalars, PictureFile
 from halfstep.ownership import check_ownership
 
 try:
@@ -55,7 +55,7 @@ class TensorBoard:
             # A resume from this checkpoint keeps everything before it, so that must be on disk by then.
             self._writer.flush()
 
-    def _add_picture(self, picture: Picture) -> None:
+    def _add_picture(self, picture: PictureFile) -> None:
         """Write the PNG as it is, without decoding and compressing it again."""
         png = (self._folder / picture.file).read_bytes()
         # The IHDR chunk, with width and height, comes first in every PNG.

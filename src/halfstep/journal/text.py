@@ -256,7 +256,7 @@ def _is_part(key: str, keys: Collection[str]) -> bool:
 def _samples(start: Event) -> str:
     samples = start["samples"]
     again = (
-        f" ({numbers.count(start['repeated_samples'])} again, to fill the last step)"
+        f" ({numbers.count(start['repeated_samples'])} repeated to fill the last step)"
         if start.get("repeated_samples")
         else ""
     )

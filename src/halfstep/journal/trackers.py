@@ -51,7 +51,7 @@ class Scalars(NamedTuple):
     values: dict[str, float]
 
 
-class Picture(NamedTuple):
+class PictureFile(NamedTuple):
     """A PNG in the run's folder."""
 
     attempt: int
@@ -87,11 +87,11 @@ class EventScalars:
         self._last_reported = self._latest.attempt
         return Scalars(self._last_reported, values)
 
-    def picture(self, event: Event) -> Picture | None:
+    def picture(self, event: Event) -> PictureFile | None:
         """Return the picture of an event that was recorded before, or None."""
         if event["event"] != SAVED or event["kind"] != PICTURE:
             return None
-        return Picture(self._latest.attempt, str(event["file"]))
+        return PictureFile(self._latest.attempt, str(event["file"]))
 
     def _step(self) -> dict[str, float]:
         step = self._latest.step

@@ -171,7 +171,9 @@ def _is_wide(operation: Operation) -> bool:
     if packet in _FORMULAS:
         operands = _operands(operation)
         # torch computes a complex convolution as three real ones, two of them of views.
-        split = packet is _aten.convolution and all(_is_part_of_complex(operand) for operand in operands)
+        split = packet is _aten.convolution and all(
+            operand._base is not None and operand._base.is_complex() for operand in operands
+        )
         return split or any(operand.is_complex() for operand in operands)
     name = packet.__name__.strip("_")
     return (
@@ -180,10 +182,6 @@ def _is_wide(operation: Operation) -> bool:
         or name in _DISTANCES
         or name in _TRANSFORMS
     )
-
-
-def _is_part_of_complex(operand: Tensor) -> bool:
-    return operand._base is not None and operand._base.is_complex()
 
 
 def _wide_flops(operation: Operation) -> int | None:

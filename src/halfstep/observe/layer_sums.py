@@ -30,7 +30,7 @@ LAYERS = (nn.Linear, *_CONVOLUTIONS, *_NORMS)
 RESULT, INPUT, PARAMETER = "result", "input", "parameter"
 
 
-class Part(NamedTuple):
+class ComparedPart(NamedTuple):
     """The compared numbers: the results of a layer, the gradient of its input, or that of a parameter."""
 
     kind: str
@@ -75,20 +75,20 @@ class LayerSums:
 
     def __init__(self, format: Format) -> None:
         self._format = format
-        self._numbers: dict[Part, Tensor] = {}
+        self._numbers: dict[ComparedPart, Tensor] = {}
         self._parameters: dict[int, _Expected] = {}
         self._inputs: dict[int, _Expected] = {}
         self._unknown: set[int] = set()
         """Parameters with a term that is not known."""
 
-    def read(self) -> dict[Part, Sums]:
+    def read(self) -> dict[ComparedPart, Sums]:
         """Return the comparisons, which waits for the device."""
         read = torch.stack(list(self._numbers.values())).tolist() if self._numbers else []
         return {part: Sums(*numbers) for part, numbers in zip(self._numbers, read, strict=True)}
 
     def called(self, path: str, layer: Any, given: Tensor, output: Tensor) -> None:
         """Compare the results of a layer's first call, and expect its gradients."""
-        format, part = format_in(layer, self._format), Part(RESULT, path)
+        format, part = format_in(layer, self._format), ComparedPart(RESULT, path)
         if not _has_shapes(layer, given, output):
             self._unknown.update(map(id, layer._parameters.values()))
             return
@@ -109,7 +109,7 @@ class LayerSums:
             if id(parameter) in self._parameters and id(parameter) not in self._unknown:
                 with only_computing(parameter):
                     got = torch.zeros_like(plain(parameter)) if parameter.grad is None else plain(parameter.grad)
-                    self._numbers[Part(PARAMETER, name)] = self._parameters[id(parameter)].compared(got)
+                    self._numbers[ComparedPart(PARAMETER, name)] = self._parameters[id(parameter)].compared(got)
 
     def _arrived(self, layer: Any, given: Tensor, version: int, gradient: Tensor) -> None:
         """Add the terms of one call, when the gradient of its output arrives."""
@@ -143,7 +143,7 @@ class LayerSums:
         if expected is not None and expected.calls == 1:
             with only_computing(gradient):
                 got = gradient.detach().reshape(-1, gradient.shape[-1])
-                self._numbers.setdefault(Part(INPUT, path), expected.compared(got))
+                self._numbers.setdefault(ComparedPart(INPUT, path), expected.compared(got))
 
 
 @contextmanager
@@ -159,9 +159,6 @@ def places(length: int, most: int) -> Tensor:
     if length <= most:
         return torch.arange(length)
     return torch.randint(length, (most,), generator=torch.Generator().manual_seed(length)).sort().values
-
-
-# -- exact sums -------------------------------------------------------------------------------------------------------
 
 
 def _has_shapes(layer: Any, given: Tensor, output: Tensor) -> bool:

@@ -137,18 +137,14 @@ class _SameChance(TorchFunctionMode):
             self._chose(name, result.argmax(-1))
         elif any(map(_has_numbers, args)):
             for found in result if isinstance(result, tuple) else (result,):
-                if _is_choice(found):
+                dense = isinstance(found, Tensor) and found.layout is torch.strided and found.numel() > 1
+                if dense and not found.is_floating_point() and not found.is_complex():
                     self._chose(name, found)
         return result
 
 
 _DROPOUT_AT = {functional.scaled_dot_product_attention: 4, functional.multi_head_attention_forward: 10}
 """The place of the argument `dropout_p`."""
-
-
-def _is_choice(found: Any) -> bool:
-    dense = isinstance(found, Tensor) and found.layout is torch.strided and found.numel() > 1
-    return dense and not found.is_floating_point() and not found.is_complex()
 
 
 def _has_numbers(leaf: Any) -> bool:

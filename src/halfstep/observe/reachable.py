@@ -49,14 +49,10 @@ def _leaf_items(tree: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
         yield from ((f".{name}", getattr(tree, name)) for name in tree._fields)
     elif isinstance(tree, (list, tuple)):
-        if not _is_of_numbers(tree):
+        if not (len(tree) > _LONG and isinstance(tree[0], _PLAIN) and isinstance(tree[-1], _PLAIN)):
             yield from ((f"[{index}]", item) for index, item in enumerate(tree))
     elif dataclasses.is_dataclass(tree) or _holds_things(tree):
         yield from ((f".{name}", item) for name, item in getattr(tree, "__dict__", {}).items())
-
-
-def _is_of_numbers(tree: list[Any] | tuple[Any, ...]) -> bool:
-    return len(tree) > _LONG and isinstance(tree[0], _PLAIN) and isinstance(tree[-1], _PLAIN)
 
 
 def _holds_things(tree: Any) -> bool:

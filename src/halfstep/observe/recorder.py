@@ -451,7 +451,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 def storage_key(tensor: Tensor) -> int:
     """Return an identifier of a tensor's memory; 0 for fake and sparse tensors, and for wrappers without any."""
     try:
-        return int(distributed.local(tensor).untyped_storage()._cdata)
+        # For every tensor of a step: those of the two usual classes are no shards.
+        own = tensor if type(tensor) in (Tensor, nn.Parameter) else distributed.local(tensor)
+        return int(own.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0
 

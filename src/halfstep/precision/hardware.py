@@ -249,9 +249,6 @@ def facts(device: Device) -> dict[str, str]:
     return {key: word for key, word in words.items() if word}
 
 
-# -- devices of this machine ------------------------------------------------------------------------------------------
-
-
 CPUINFO = Path(os.environ.get("HALFSTEP_CPUINFO", "/proc/cpuinfo"))
 """Another file describes another CPU: tests use it to run in bf16 on machines that only emulate it."""
 AMD_DRIVER = Path("/sys/module/amdgpu/version")

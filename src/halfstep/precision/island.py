@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep.errors import WrongUse
-from halfstep.formats import is_narrow
-from halfstep.precision.precision import widen
+from halfstep.formats import is_narrow, widen
 
 # -- running islands --------------------------------------------------------------------------------------------------
 # Record which islands are running, for observers. Without an observer it costs one read of an integer.

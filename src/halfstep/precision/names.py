@@ -101,13 +101,11 @@ def read_precision(value: object) -> Named:
     raise unknown_name("precision", value, [AUTO, AMP, *precision_names(), *FP8_KINDS, *(set(_ALIASES) - {"false"})])
 
 
-# -- policies ---------------------------------------------------------------------------------------------------------
-
 DEFAULT = "default"
 """The key of a policy for modules that no pattern matches."""
 
 
-class Rule(NamedTuple):
+class PolicyRule(NamedTuple):
     """One pattern of a policy, with the precision of the modules that it matches."""
 
     pattern: str
@@ -120,15 +118,15 @@ def is_policy(value: object) -> bool:
     return (isinstance(value, Mapping) and DEFAULT in value) or (isinstance(value, str) and ";" in value)
 
 
-def policy_name(default: str, rules: Iterable[Rule]) -> str:
+def policy_name(default: str, rules: Iterable[PolicyRule]) -> str:
     """Return the name of a policy, such as `bf16; blocks.*=fp8; head=default`."""
     return "; ".join([default, *(f"{rule.pattern}={rule.name}" for rule in rules)])
 
 
-def policy_parts(name: str) -> tuple[str, tuple[Rule, ...]]:
+def policy_parts(name: str) -> tuple[str, tuple[PolicyRule, ...]]:
     """Return the default precision and the rules of a policy's name."""
     default, *rules = (part.strip() for part in name.split(";"))
-    return default, tuple(Rule(*rule.rpartition("=")[::2]) for rule in rules if rule)
+    return default, tuple(PolicyRule(*rule.rpartition("=")[::2]) for rule in rules if rule)
 
 
 def _read_policy(value: Any) -> Named:
@@ -140,7 +138,7 @@ def _read_policy(value: Any) -> Named:
     for pattern, asked in given.items():
         if pattern != DEFAULT:
             name = DEFAULT if asked == DEFAULT else read_precision(asked).name
-            rules.append(Rule(str(pattern), DEFAULT if name == default.name else name))
+            rules.append(PolicyRule(str(pattern), DEFAULT if name == default.name else name))
             if (
                 rules[-1].name not in (DEFAULT, "fp32", "bf16", *FP8_KINDS)
                 or ";" in str(pattern)

@@ -25,12 +25,12 @@ from halfstep.precision.conversion import (
     undo_policy,
 )
 from halfstep.precision.island import is_island, island
-from halfstep.precision.names import DEFAULT, Rule
+from halfstep.precision.names import DEFAULT, PolicyRule
 
 WIDE = "fp32"
 
 
-def apply_policy(model: nn.Module, default: str, rules: tuple[Rule, ...]) -> None:
+def apply_policy(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) -> None:
     """Convert the layers of a model and make islands, as a precision asks for; undo those of the precision before.
 
     Nothing is changed where it is refused.
@@ -60,7 +60,7 @@ class Placed(NamedTuple):
     islands: tuple[str, ...]
 
 
-def place(model: nn.Module, default: str, rules: tuple[Rule, ...]) -> Placed:
+def place(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) -> Placed:
     """Return which layers of a model a precision converts, and which modules it keeps in fp32.
 
     `default` is the conversion of layers without a rule; empty for none. Raises PrecisionRefused for a pattern without
@@ -93,7 +93,7 @@ def place(model: nn.Module, default: str, rules: tuple[Rule, ...]) -> Placed:
     return Placed(kinds, tuple(outermost))
 
 
-def _last(path: str, rules: tuple[Rule, ...]) -> int | None:
+def _last(path: str, rules: tuple[PolicyRule, ...]) -> int | None:
     """Return the number of the last rule whose pattern matches a module, or one that contains it."""
     parts = [part for part in path.split(".") if part not in _WRAPPERS]
     around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
@@ -105,7 +105,7 @@ def _inside(path: str, outer: list[str]) -> bool:
     return any(path == each or path.startswith(f"{each}.") or not each for each in outer)
 
 
-def _check_effect(model: nn.Module, rules: tuple[Rule, ...], chosen: Mapping[str, int | None]) -> None:
+def _check_effect(model: nn.Module, rules: tuple[PolicyRule, ...], chosen: Mapping[str, int | None]) -> None:
     counts = {at for path, at in chosen.items() if _is_layer(model.get_submodule(path))}
     for at, rule in enumerate(rules):
         matched = [path for path in chosen if path and _last(path, (rule,)) is not None]

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from halfstep.errors import unknown_name
-from halfstep.formats import BF16, FP16, FP32, FP64, TF32, Format, is_narrow
+from halfstep.formats import BF16, FP16, FP32, FP64, TF32, Format
+from halfstep.formats import widen as widen
 from halfstep.precision import flags, names
-from halfstep.precision.names import FP8_KINDS, Rule, is_policy, policy_name, policy_parts, precision_names
+from halfstep.precision.conversion import undo_policy
+from halfstep.precision.names import FP8_KINDS, PolicyRule, is_policy, policy_name, policy_parts, precision_names
 
 # -- half convolutions ------------------------------------------------------------------------------------------------
 # Speed up fp16 convolutions on a CPU: oneDNN has no kernel for their backward and falls back to a reference loop.
@@ -71,7 +73,7 @@ class Precision:
     """The fallback for devices that do not support this format."""
     converts: str = ""
     """The kind of fp8 that linear layers compute in, where the kernel can; empty for none."""
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[PolicyRule, ...] = ()
     """The rules of a policy, which differ from the rest by module."""
 
     @property
@@ -118,8 +120,6 @@ class Precision:
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         """Prepare a model before the first step: convert its layers, after another precision's were restored."""
-        from halfstep.precision.conversion import undo_policy  # it needs islands, which need this module
-
         if self.changes_model:
             from halfstep.precision.policy import apply_policy
 
@@ -198,19 +198,7 @@ def precision_named(name: str) -> Precision:
     return PRECISIONS[name]
 
 
-def with_rules(precision: Precision, rules: tuple[Rule, ...]) -> Precision:
+def with_rules(precision: Precision, rules: tuple[PolicyRule, ...]) -> Precision:
     """Return a precision with the rules of a policy."""
     summary = f"{precision.summary}; by pattern: {', '.join(f'{rule.pattern} {rule.name}' for rule in rules)}"
     return replace(precision, name=policy_name(precision.name, rules), summary=summary, rules=rules)
-
-
-def widen(tensor: Tensor) -> Tensor:
-    """Return the same values in at least fp32, for sums, norms and losses.
-
-    Args:
-        tensor: A tensor in any floating-point format.
-
-    Returns:
-        The tensor in fp32, or `tensor` itself if it is fp32 or wider.
-    """
-    return tensor.float() if is_narrow(tensor.dtype) else tensor

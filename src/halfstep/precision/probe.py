@@ -115,7 +115,8 @@ def _times(operation: str, here: Device, where: torch.device, failures: dict[str
     """Return the speed-up of each candidate in one operation; empty if the device has no fp32 kernel for it."""
     shapes = (_ON_CPU if here.kind == "cpu" else _ON_ACCELERATOR)[operation]
     calls = _calls(operation, [_BASELINE, *_candidates(here)], shapes, where)
-    for name in _left_out(operation, here):
+    table: Mapping[str, tuple[str, ...]] = _NOT_TIMED_ON_CPU if here.kind == "cpu" else {}
+    for name in [name for name, operations in table.items() if operation in operations]:
         calls.pop(name, None)
         failures.setdefault(name, f"{operation} is not timed: it has no kernel worth timing on this device")
     once = {name: found for name, call in calls.items() if (found := _first(call, name, operation, failures))}
@@ -143,11 +144,6 @@ def _paired(calls: Calls) -> dict[str, float]:
         if time.perf_counter() >= deadline:
             break
     return {name: 1 / statistics.median(each) for name, each in slowdowns.items()}
-
-
-def _left_out(operation: str, here: Device) -> list[str]:
-    table: Mapping[str, tuple[str, ...]] = _NOT_TIMED_ON_CPU if here.kind == "cpu" else {}
-    return [name for name, operations in table.items() if operation in operations]
 
 
 def _calls(operation: str, names: list[str], shapes: Shapes, where: torch.device) -> Calls:
@@ -223,7 +219,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# -- cache ------------------------------------------------------------------------------------------------------------
 # One small JSON file, which may be deleted at any time.
 
 

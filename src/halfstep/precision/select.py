@@ -22,7 +22,7 @@ from halfstep.precision.names import (
     FP8_KINDS,
     FP64,
     Named,
-    Rule,
+    PolicyRule,
     is_policy,
     policy_parts,
     precision_names,
@@ -175,7 +175,7 @@ def _by_policy(named: Named, here: Device, *, fallback: bool, measured: Measurem
     """Choose the default of a policy, and the kinds of fp8 of its rules; without one, a rule means the default."""
     default, rules = policy_parts(named.name)
     choice = choose_precision(default, device=here, fallback=fallback, measured=measured, fresh=fresh)
-    kept, findings, rungs = list[Rule](), choice.findings, choice.rungs
+    kept, findings, rungs = list[PolicyRule](), choice.findings, choice.rungs
     for rule in rules:
         name = rule.name
         if name in FP8_KINDS:
@@ -183,7 +183,7 @@ def _by_policy(named: Named, here: Device, *, fallback: bool, measured: Measurem
             findings += tuple(finding for finding in decision.findings if finding not in findings)
             rungs += decision.rungs
             name = decision.name if decision.name in FP8_KINDS else DEFAULT
-        kept.append(Rule(rule.pattern, name))
+        kept.append(PolicyRule(rule.pattern, name))
     precision = with_rules(choice.precision, tuple(kept))
     return replace(choice, precision=precision, asked=named.name, took=named.took, rungs=rungs, findings=findings)
 
@@ -192,7 +192,7 @@ def _chosen(decision: Decision, named: Named, here: Device, precision: Precision
     findings = decision.findings
     can = ability(here, precision.needs)
     # Rank 0 decided from its own device; this one may be of another kind.
-    if distributed.rank() > 0 and not can.native and not _is_slow(decision):
+    if distributed.rank() > 0 and not can.native and not any(finding.id == _SLOW for finding in decision.findings):
         evidence = f"rank 0 chose {precision}, and rank {distributed.rank()} has {here.name}: {can.reason}"
         findings += (Finding("precision.uneven", "warning", evidence, "train on devices of one kind"),)
     for finding in findings if distributed.rank() == 0 else findings[len(decision.findings) :]:
@@ -242,14 +242,9 @@ def _findings(asked: str, rungs: list[Considered], device: Device) -> tuple[Find
     can = ability(device, precision_named(took).needs)
     if not can.native:
         native = ", ".join(["auto", *_native(device)])
-        fix = f"ask for one of {native}, unless {took}'s behaviour is what you study"
+        fix = f"ask for one of {native}, unless {took}'s behavior is what you study"
         return (Finding(_SLOW, "warning", f"{took} on {device.name}: {can.reason}", fix),)
     return ()
-
-
-def _is_slow(decision: Decision) -> bool:
-    """Return whether it was decided to run in a format that is not native."""
-    return any(finding.id == _SLOW for finding in decision.findings)
 
 
 def _sixteen_bits(device: Device, fallback: bool) -> Decision:

@@ -191,10 +191,10 @@ A recipe is a YAML file: one complete run, as data. `scripts/docs` writes this p
 (`src/halfstep/recipe/schema.py`, or a task's own file), not the page.
 
 ```
-halfstep recipes                      # what there is
-halfstep recipes explain unet         # a recipe, and every setting that it can have
+halfstep recipes                      # all recipes
+halfstep recipes explain unet         # one recipe and its settings
 halfstep recipes copy unet            # your own copy: unet.yaml
-halfstep recipes copy --script unet   # a script of your own instead: train_unet.py
+halfstep recipes copy --script unet   # a script: train_unet.py
 ```
 
 Then, with your `data/images` and `data/masks`:

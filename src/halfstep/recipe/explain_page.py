@@ -38,9 +38,13 @@ def settings_help(schemas: Mapping[str, Json], recipe: str | None = None) -> Pag
     shown = [row for key in FIRST for row in every if row.key == key and _belongs(row, here, found is not None)]
     name = "RECIPE" if found is None else shlex.quote(str(recipe))
     title = "every task" if found is None else f"{found.label} (task {found.raw['task']})"
-    more = f"All {len(every)} settings" if found is not None else "Those of a recipe: halfstep train RECIPE --help; all"
+    more = (
+        f"All {len(every)} settings"
+        if found is not None
+        else "Settings of one recipe: halfstep train RECIPE --help; all"
+    )
     blocks = (
-        Paragraph(Span(f"Settings of {title}, and what they are:", strong=True), gap=True),
+        Paragraph(Span(f"Settings of {title}, with their values:", strong=True), gap=True),
         _first(shown, here),
         Paragraph(f"{_PRECISION}\n{more}: halfstep recipes {name}", gap=True),
     )

@@ -133,7 +133,7 @@ class OptimizerOptions(Section):
     lr: Annotated[PositiveFloat, Also("learning_rate")] = 1e-3
     """The learning rate; its peak where a schedule changes it."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decay of weights towards zero; biases and normalisation layers are left out. rprop has none."""
+    """Decay of weights towards zero; biases and normalization layers are left out. rprop has none."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Momentum of sgd, muon and rmsprop, and the first beta of adamw, adam, nadam, radam and adamax."""
     fused: bool = True

@@ -255,7 +255,7 @@ class _Dumper(yaml.SafeDumper):
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
     # Quoted if this reader or another would take the word for something else. Single quotes fold Unicode line breaks
     # into spaces; double quotes escape them.
-    style = '"' if not value.isprintable() else None if _is_plain(value) else "'"
+    style = '"' if not value.isprintable() else None if bool(value) and scalar(value, "") == value else "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
@@ -270,10 +270,6 @@ def _number(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
 def _list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
     # On one line: lists in a recipe are short, and a block would need a line for each item.
     return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
-
-
-def _is_plain(value: str) -> bool:
-    return bool(value) and scalar(value, "") == value
 
 
 _Dumper.add_representer(str, _text)

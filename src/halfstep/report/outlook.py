@@ -176,7 +176,7 @@ def _seen(run: RunFacts) -> Iterator[tuple[str, str]]:
             yield name, f"up to {numbers.size(max(sizes))}"
     busy = curve_points(speeds, "gpu.utilisation")
     if busy.y:
-        yield "GPU utilisation", f"{numbers.share(busy.median)} by the median"
+        yield "GPU utilization", f"{numbers.share(busy.median)} by the median"
     losses = curve_points(epochs, "val.loss").y
     if len(losses) == 1:
         yield "Validation loss", f"{numbers.value(losses[0])} after one evaluation"

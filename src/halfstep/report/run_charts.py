@@ -59,7 +59,7 @@ def speed_of(run: RunFacts) -> list[Curves]:
     return [
         Curves("Throughput", throughput, y_title="samples/s", scale="zero", form=numbers.speed),
         Curves("Waiting for data", (_in_percent(wait),), y_title="% of the time", scale="zero", form=_percent),
-        Curves("GPU utilisation", (_in_percent(busy),), y_title="% of the time", scale="zero", form=_percent),
+        Curves("GPU utilization", (_in_percent(busy),), y_title="% of the time", scale="zero", form=_percent),
     ]
 
 

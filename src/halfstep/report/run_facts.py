@@ -227,6 +227,7 @@ def provenance(run: RunFacts) -> Pairs:
     start, recorded = run.start, run.recorded
     device, batch = fields(start.get("device")), fields(start.get("batch"))
     parameters, samples = fields(start.get("parameters")), fields(start.get("samples"))
+    found = fields(start.get("git"))
     pairs: list[tuple[str, object]] = [
         ("Command", start.get("command")),
         ("Ranks", _ranks(batch)),
@@ -236,7 +237,7 @@ def provenance(run: RunFacts) -> Pairs:
         ("Job", start.get("job") or "none"),
         ("Versions", _listed(start.get("versions"))),
         ("Flags", _listed(start.get("flags"))),
-        ("Git", _git(start.get("git"))),
+        ("Git", f"{found.get('commit')} ({found.get('branch') or 'no branch'})" if found else ""),
         ("Batch", f"{batch.get('total')} samples a step" if batch else None),
         ("Samples", _listed(samples)),
         ("Parameters", f"{numbers.abbreviated(number(parameters.get('total')))}" if parameters else None),
@@ -257,11 +258,6 @@ def _ranks(batch: dict[str, Any]) -> str:
 
 def _listed(value: object) -> str:
     return ", ".join(f"{key} {inner}" for key, inner in fields(value).items())
-
-
-def _git(value: object) -> str:
-    found = fields(value)
-    return f"{found.get('commit')} ({found.get('branch') or 'no branch'})" if found else ""
 
 
 MOST_BAD_SAMPLES = 20

@@ -181,7 +181,7 @@ def _numbers(given: Mapping[str, Any]) -> dict[str, float]:
 def _model(run: RunFacts) -> Iterator[Block]:
     yield Heading("The model by format")
     audit = fields(run.examined.get("audit"))
-    charts = charts_of(_tree(rows(audit.get("modules"))))
+    charts = charts_of(_module_tree(rows(audit.get("modules"))))
     if not charts:
         yield Paragraph("Which module computes in which format was not recorded.")
         yield _examine(run)
@@ -193,7 +193,7 @@ def _model(run: RunFacts) -> Iterator[Block]:
     yield Paragraph(Span(how, "dim"))
 
 
-def _tree(modules: Iterable[Mapping[str, Any]]) -> Tree:
+def _module_tree(modules: Iterable[Mapping[str, Any]]) -> Tree:
     return model_tree(
         ModuleFlops(
             text(row.get("module"), 300) or "?",

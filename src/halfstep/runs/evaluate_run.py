@@ -35,7 +35,7 @@ def evaluate(
 
     Args:
         run: The folder of a run.
-        data: A folder of labelled data, laid out as the training data were; the run's validation data if left out.
+        data: A folder of labeled data, laid out as the training data were; the run's validation data if left out.
         weights: `best`, `last`, or a .safetensors file.
         precision: Another precision than the run's.
         csv: A file for a row per sample; classes and confusion are written next to it.

@@ -397,7 +397,9 @@ def write_program(found: Exported, image: Tensor, notes: Mapping[str, str], file
     """Write a torch.export program and return the one read back."""
     program, any_batch, any_size = _traced(found, image)
     with file.open("wb") as written, _quietly():
-        torch.export.save(_without_examples(program), written, extra_files={NOTES: json.dumps(notes, sort_keys=True)})
+        # torch would save the example inputs as a pickle.
+        program.example_inputs = None
+        torch.export.save(program, written, extra_files={NOTES: json.dumps(notes, sort_keys=True)})
     with _quietly():
         again = torch.export.load(io.BytesIO(file.read_bytes())).module()
     return Written(again, any_batch, any_size)
@@ -459,12 +461,6 @@ def _sizes_unknown() -> Iterator[None]:
         return
     with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         yield
-
-
-def _without_examples(program: Any) -> Any:
-    """Remove the example inputs: torch would save them as a pickle."""
-    program.example_inputs = None
-    return program
 
 
 def _onnx_packages() -> Any:

@@ -160,7 +160,7 @@ DRAWN = "shapes"
 def elsewhere(finished: Finished, place: Path) -> Finished:
     """Return the run with all samples of a folder as validation data; its classes stay those of training.
 
-    Raise `WrongUse` for a task without labelled evaluation, `BadData` for a folder of another layout.
+    Raise `WrongUse` for a task without labeled evaluation, `BadData` for a folder of another layout.
     """
     data = finished.recipe.data
     fields = set(type(data).model_fields)
@@ -204,7 +204,7 @@ def _check(place: Path, finished: Finished) -> None:
     if not place.is_dir():
         raise BadData(
             f"{place} is {'no folder' if place.exists() else 'not there'}",
-            allowed="a folder of labelled samples, laid out as the training data were",
+            allowed="a folder of labeled samples, laid out as the training data were",
             do=f"{_evaluate_call(finished, 'FOLDER')}, or without FOLDER for its own validation data",
         )
     # A class may be called test or val as well.

@@ -88,7 +88,9 @@ def fit(
     """
     accepted = accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
     found = recipe_of(recipe) if isinstance(recipe, Mapping) else read_recipe(str(recipe))
-    resolved = resolved_recipe(found, _with_precision(settings, precision), schema=_schema(task))
+    resolved = resolved_recipe(
+        found, _with_precision(settings, precision), schema=None if task is None else _class(task).schema
+    )
     try:
         return launch(resolved, task=task, new=new, quiet=quiet, command=fit_command(recipe), accepted=accepted)
     except HalfstepError as error:
@@ -428,10 +430,6 @@ def _clear(folder: Path) -> None:
 
 def _class(task: Task | type[Task]) -> type[Task]:
     return task if isinstance(task, type) else type(task)
-
-
-def _schema(task: Task | type[Task] | None) -> Any:
-    return None if task is None else _class(task).schema
 
 
 def _with_precision(settings: Settings, precision: str | None) -> Settings:

@@ -63,7 +63,7 @@ def runs(folder: str | os.PathLike[str] = "runs", most: int = 50) -> Listing:
         places = [folder] if is_run(folder) else _folders(folder)
     except OSError as error:
         raise BadData(
-            f"cannot list {folder}: {error.strerror or error}",
+            f"cannot list the folder {folder}: {error.strerror or error}",
             allowed="a folder of runs",
             do="give the folder that holds them, such as the parent of run.dir",
         ) from None

@@ -60,7 +60,7 @@ def task_schemas() -> dict[str, dict[str, object]]:
 
 def task_options(name: str) -> Any:
     """Return the options module of a built-in task, which loads no torch; None for other tasks."""
-    if name in _own() and name not in _installed() and name in _with_options():
+    if name in _own() and name not in _installed() and name in [m.name for m in pkgutil.iter_modules(options.__path__)]:
         return importlib.import_module(f"{options.__name__}.{name}")
     return None
 
@@ -98,10 +98,6 @@ def _task_in(module: types.ModuleType, where: str) -> type[Task]:
 
 def _own() -> list[str]:
     return [m.name for m in pkgutil.iter_modules(tasks.__path__) if not m.ispkg and not m.name.startswith("_")]
-
-
-def _with_options() -> list[str]:
-    return [m.name for m in pkgutil.iter_modules(options.__path__)]
 
 
 def _installed() -> dict[str, EntryPoint]:

@@ -128,7 +128,9 @@ def failed_steps(run: str | os.PathLike[str]) -> FailedStepList:
         record = _read(place)
         known = (None, record) if isinstance(record, str) else (_described(record), "")
         rows.append(ListedStep(place.path, place.attempt, *known))
-    return FailedStepList(folder, _guard_of(folder), tuple(rows))
+    section = read_recipe(str(folder / RECIPE)).raw.get("guard")
+    mode = section.get("mode") if isinstance(section, dict) else section
+    return FailedStepList(folder, str(mode or "watch"), tuple(rows))
 
 
 @dataclass
@@ -184,13 +186,6 @@ def _read(place: CheckpointDir) -> Record | str:
         return cut_off(record) or record
     except HalfstepError as error:
         return reason_in(error)
-
-
-def _guard_of(run: Path) -> str:
-    """Return the guard mode of the run's recipe, from its long or short form."""
-    section = read_recipe(str(run / RECIPE)).raw.get("guard")
-    mode = section.get("mode") if isinstance(section, dict) else section
-    return str(mode or "watch")
 
 
 @dataclass(frozen=True)
@@ -374,19 +369,15 @@ def _remedy(
         # Finite in another precision: that precision is the fix.
         found = advise_precision(precision)
         return found.do, _command(record, run, found.setting, task)
-    lr = lower_lr(recipe.optimizer.lr, record.step.history.rates, _recipe_lr(run))
+    # The learning rate in the recipe file that the run was started from, without typed overrides.
+    begun = next((event for event in saved_events(run / JOURNAL) if event["event"] == events.START), {})
+    lr = lower_lr(recipe.optimizer.lr, record.step.history.rates, recipe_lr(str(begun.get("command", ""))))
     kind, words, setting = advise(verdict or record.step.verdict, lr)
     if kind == "skip" and is_finished(run):
         return f"{words}; this run went on without the batch", ""
     if setting == REPAIR and recipe.guard.mode == "repair":
         words, setting = words if kind == "skip" else f"{words}: the run did so already", ""
     return words, _command(record, run, setting, task)
-
-
-def _recipe_lr(run: Path) -> float | None:
-    """Return the learning rate in the recipe file the run was started from, without typed overrides."""
-    begun = next((event for event in saved_events(run / JOURNAL) if event["event"] == events.START), {})
-    return recipe_lr(str(begun.get("command", "")))
 
 
 def _command(record: Record, run: Path, setting: str, task: type[Task] | str | os.PathLike[str] | None) -> str:

@@ -64,7 +64,7 @@ class FailedStepList(ShownAsPage):
         """Return the page of the recorded failed steps, or that there are none."""
         title = f"failed steps of {self.run}"
         if not self.failed_steps:
-            why = "A step is recorded when the guard has looked into it, so none of its steps needed that."
+            why = "A step is recorded when the guard diagnoses it, and no step of this run needed that."
             if self.guard == "off":
                 why = "Its recipe says `guard: off`, and then nothing is recorded; `--guard watch` would."
             none = Paragraph(f"{self.run} has no failed step on record.")

@@ -20,7 +20,7 @@ WHOLE = 2**30
 """The tile of a model that takes whole images."""
 
 _OPENED = """\
-def opened(file):  # upright, {order}; grey of 16 or 32 bits as floats
+def opened(file):  # upright, {order}; gray of 16 or 32 bits as floats
     image = ImageOps.exif_transpose(Image.open(file))
     if image.mode == "P":
         image = image.convert("RGBA")
@@ -29,7 +29,7 @@ def opened(file):  # upright, {order}; grey of 16 or 32 bits as floats
     return {planes}
 """
 _PAGES = """\
-def opened(file):  # a TIFF with a grey page for each channel
+def opened(file):  # a TIFF with a gray page for each channel
     pages = ImageSequence.Iterator(Image.open(file))
     pages = [ImageOps.exif_transpose(page) for page in pages]
     return [p.convert("L") if p.mode in "1L" else floats(p) for p in pages]

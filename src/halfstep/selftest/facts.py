@@ -34,7 +34,9 @@ def device_facts(device: Device) -> dict[str, Any]:
             "kind": device.kind,
             "name": device.name,
             "count": 1 if device.kind == "cpu" else torch.accelerator.device_count(),
-            "memory": _memory(device),
+            "memory": int(torch.cuda.get_device_properties(device.place).total_memory)
+            if device.kind in ("cuda", "rocm")
+            else None,
             "native": [name for name in FORMAT_NAMES if ability(device, name).native],
             **facts(device),
         },
@@ -48,12 +50,6 @@ def device_facts(device: Device) -> dict[str, Any]:
         **{name: now[name] for name in ("threads", "cores", "load")},
         "settings": plain | {name: "set" for name in sorted(os.environ) if name.startswith(_NAMED)},
     }
-
-
-def _memory(device: Device) -> int | None:
-    if device.kind in ("cuda", "rocm"):
-        return int(torch.cuda.get_device_properties(device.place).total_memory)
-    return None
 
 
 def _nccl() -> str | None:

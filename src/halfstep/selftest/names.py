@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, TypedDict
+
 PARTS = {
-    "transaction": "a skipped step leaves every tensor as it is, an applied one moves, an error in the loss is undone",
+    "transaction": "a skipped step changes no tensor, an applied one updates them, an error in the loss is rolled back",
     "scale": "fp16: the loss scale cancels out in the update, falls on an overflow, rises after clean steps",
     "observed": "the first step runs in the precision that was asked for; one that does not is refused",
     "probe": "every native format runs forward and backward; what `auto` chooses is one of them",
@@ -13,9 +15,22 @@ PARTS = {
     "parity": "120 updates in 16 bits and in fp32 over 5 seeds: the validation loss is the same by `bench`'s own test",
     "plan": "a plan of a few seconds: what it chooses was measured, is native and trains as fp32 does",
     "resume": "a run is saved half-way and resumed by a new build: every loss and tensor is bitwise an unbroken run's",
-    "ranks": "several ranks: a NaN or an error on one is everyone's, and all keep the same weights",
+    "ranks": "several ranks: a NaN or an error on one skips or fails the step on all, and all keep the same weights",
 }
 """A line about each part; `parts/NAME.py` has its `check`."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+class PartRow(TypedDict):
+    """The result of one part, as the report's JSON has it."""
+
+    part: str
+    result: str
+    figure: str
+    figures: Any
+    error: str | None
+    seconds: float
+
+
 FORM = 1
 """The form of the JSON."""

@@ -14,7 +14,7 @@ from typing import Any
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.worker_process import CandidateFailed, CandidateProcess, CandidateTooSlow
-from halfstep.selftest.names import FAILED, FORM, SKIPPED
+from halfstep.selftest.names import FAILED, FORM, SKIPPED, PartRow
 
 PATIENCE = 1200.0
 """Seconds after which a part hangs: many times what any takes, also on a machine that is busy."""
@@ -60,7 +60,7 @@ class _Parts:
         self._process = process
         return found
 
-    def row(self, name: str) -> dict[str, Any]:
+    def row(self, name: str) -> PartRow:
         """Run a part and return its row."""
         began = time.perf_counter()
         try:
@@ -99,13 +99,13 @@ class _PartProcess(CandidateProcess):
     def __enter__(self) -> _PartProcess:
         return self
 
-    def part(self, name: str) -> dict[str, Any]:
+    def part(self, name: str) -> PartRow:
         """Run a part and return its row."""
-        row: dict[str, Any] = self._ask({"do": name}, PATIENCE)
+        row: PartRow = self._ask({"do": name}, PATIENCE)
         return row
 
 
-def _row(name: str, result: str, seconds: float, *, figure: str = "", error: str | None = None) -> dict[str, Any]:
+def _row(name: str, result: str, seconds: float, *, figure: str = "", error: str | None = None) -> PartRow:
     return {"part": name, "result": result, "figure": figure, "figures": {}, "error": error, "seconds": seconds}
 
 

@@ -273,7 +273,7 @@ def _check_there(trained: list[torch.Tensor], names: Mapping[int, str], ranks: i
     if foreign and ranks > 1:
         raise WrongUse(
             f"{foreign} parameters in the optimizer that are not the model's, on several processes",
-            allowed="parameters of the model, whose gradients are synchronised",
+            allowed="parameters of the model, whose gradients are synchronized",
             do="make the module that holds them (a loss with weights, say) a part of the model",
         )
 

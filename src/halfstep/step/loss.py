@@ -119,7 +119,11 @@ class LossSlot:
         """
         counted = isinstance(loss, Counted)
         if self.microbatches and counted != (self.count is not None):
-            raise _mixed()
+            raise WrongUse(
+                "a plain loss and a Counted one in one window",
+                allowed="the same for every micro-batch of a window",
+                do="return halfstep.Counted(loss.sum(), number_of_elements), or loss.mean()",
+            )
         value = _scalar(loss.sum if counted else loss)
         # A sum is divided before backward, because its gradients may overflow fp16. The exact count is known only after
         # the agreement, and is folded into unscaling.
@@ -260,14 +264,6 @@ def _not_a_loss(given: Any) -> WrongUse:
         what = f"a tensor of shape {tuple(given.shape)}" if given.ndim else "a scalar that does not require grad"
     return WrongUse(
         f"{what} as the loss", allowed=_ALLOWED, do="return loss.mean(), and call the model outside torch.no_grad()"
-    )
-
-
-def _mixed() -> WrongUse:
-    return WrongUse(
-        "a plain loss and a Counted one in one window",
-        allowed="the same for every micro-batch of a window",
-        do="return halfstep.Counted(loss.sum(), number_of_elements), or loss.mean()",
     )
 
 

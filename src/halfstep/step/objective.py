@@ -64,7 +64,11 @@ class Objective:
     def _inputs(self) -> list[Tensor]:
         found = self.trainable
         if not found:
-            raise _all_frozen(self.slots)
+            raise WrongUse(
+                f"a step for optimizer {_names(self.slots)}, all of whose parameters are frozen",
+                allowed="at least one parameter with requires_grad",
+                do="requires_grad_(True) on the parameters of this step, or name another optimizer with only=",
+            )
         return found
 
     # -- what all ranks must agree on -------------------------------------------------------------------------
@@ -96,7 +100,11 @@ class Objective:
         reached = any([slot.gradients.collect() for slot in self.slots])
         # A rank without a batch has none where no other rank has a batch either.
         if not reached and self.loss.microbatches:
-            raise _no_gradient(self.slots)
+            raise WrongUse(
+                f"no parameter of optimizer {_names(self.slots)} has a gradient",
+                allowed="at least one parameter that the loss depends on",
+                do="build the optimizer from the parameters that are trained (after wrapping or freezing the model)",
+            )
 
     def read(self, numbers: Iterator[float]) -> None:
         """Take the numbers of `numbers`, as read by the host."""
@@ -184,22 +192,6 @@ class Objective:
 
 def _names(slots: Sequence[OptimizerSlot]) -> str:
     return ", ".join(repr(slot.name) for slot in slots)
-
-
-def _no_gradient(slots: Sequence[OptimizerSlot]) -> WrongUse:
-    return WrongUse(
-        f"no parameter of optimizer {_names(slots)} has a gradient",
-        allowed="at least one parameter that the loss depends on",
-        do="build the optimizer from the parameters that are trained (after wrapping or freezing the model)",
-    )
-
-
-def _all_frozen(slots: Sequence[OptimizerSlot]) -> WrongUse:
-    return WrongUse(
-        f"a step for optimizer {_names(slots)}, all of whose parameters are frozen",
-        allowed="at least one parameter with requires_grad",
-        do="requires_grad_(True) on the parameters of this step, or name another optimizer with only=",
-    )
 
 
 # -- agreement --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import Any, Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from torch.nn.utils import get_total_norm
 from halfstep import distributed
 from halfstep.errors import StateMismatch, WrongUse, same_keys, same_presence
 from halfstep.formats import FP32, FP64, Format, as_fp32, is_narrow
-
-if TYPE_CHECKING:
-    from halfstep.step.weight_format import NarrowWeights
 
 # -- param tracker ----------------------------------------------------------------------------------------------------
 # Track which modules and parameters take part in a step, and notice changes before the next one.
@@ -88,7 +85,9 @@ class Gradients:
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.sharded = distributed.is_sharded(self.parameters)
         # get_total_norm groups by device and dtype first; with one of each that only costs time.
-        self._norm: Callable[[list[Tensor]], Tensor] = _norm if _same_kind(self.parameters) else get_total_norm
+        self._norm: Callable[[list[Tensor]], Tensor] = (
+            _norm if len({(t.device, t.dtype) for t in self.parameters}) == 1 else get_total_norm
+        )
         if may_be_narrow:
             self._norm = wide_norm
         self._some_fp64 = any(p.dtype in _FP64 for p in self.parameters)
@@ -197,10 +196,6 @@ def wide_norm(gradients: list[Tensor]) -> Tensor:
     return total
 
 
-def _same_kind(tensors: list[Tensor]) -> bool:
-    return len({(t.device, t.dtype) for t in tensors}) == 1
-
-
 def _plain(parameter: Tensor) -> Tensor:
     """Return the dense local tensor with a gradient's values."""
     gradient = parameter.grad
@@ -228,6 +223,12 @@ class OptimizerSlotState(TypedDict):
     schedule: dict[str, Any] | None
 
 
+class UpdatesWeights(Protocol):
+    """Steps an optimizer whose weights are stored in 16 bits: those of `halfstep.step.weight_format`."""
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float, limit: float | None) -> None: ...
+
+
 class OptimizerSlot:
     """One optimizer by name, with its gradients, limits and schedule. Raises WrongUse for an unusable schedule."""
 
@@ -243,7 +244,7 @@ class OptimizerSlot:
         self.name, self.optimizer, self.schedule = name, optimizer, checked_schedule(schedule, optimizer)
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self._ordered_by: nn.Module | None = None
-        self.weights: NarrowWeights | None = None
+        self.weights: UpdatesWeights | None = None
         self.gradients = Gradients(owned_by(optimizer))
         self.norm = self.multiplier = math.nan
         """The norm of its gradients, unscaled and before clipping, and the factor that they were multiplied by."""

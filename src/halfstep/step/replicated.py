@@ -160,7 +160,7 @@ class Wrapped(Synchroniser):
         """Raise WrongUse: the function form needs the plain model."""
         raise WrongUse(
             "stepper.step() with a model in DistributedDataParallel",
-            allowed="the plain model, which halfstep wraps so that all of its methods synchronise",
+            allowed="the plain model, which halfstep wraps so that all of its methods synchronize",
             do="Stepper(model.module, ...); or keep the wrapper and use stepper.forward()",
         )
 
@@ -321,15 +321,11 @@ def send_from_rank_zero_(tensors: list[Tensor], ranks: Ranks) -> None:
 @torch.no_grad()
 def _average_(parameters: list[Tensor], ranks: Ranks) -> None:
     """Average gradients over ranks; every rank sends every parameter, reached or not, so that all vectors match."""
-    for some in _by_gradient_dtype(parameters):
-        _average_alike_(some, ranks)
-
-
-def _by_gradient_dtype(parameters: list[Tensor]) -> list[list[Tensor]]:
     alike: dict[torch.dtype, list[Tensor]] = {}
     for p in parameters:
         alike.setdefault(_gradient_dtype(p), []).append(p)
-    return list(alike.values())
+    for some in alike.values():
+        _average_alike_(some, ranks)
 
 
 def _gradient_dtype(p: Tensor) -> torch.dtype:

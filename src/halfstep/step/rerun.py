@@ -63,8 +63,8 @@ def holdings(model: nn.Module, loss_fn: Any, batch: Any = None) -> HeldTensors:
     tensors = {f"{HELD}{name or 'tensor'}": thing for name, thing in found if _is_plain(thing)}
     tensors |= {f"{ATTRIBUTE}{as_written(name)}": thing for name, thing in on_model if _is_plain(thing)}
     for holder, module in modules:
-        tensors |= {f"buffer {_of(name, holder)}": buffer for name, buffer in module.named_buffers()}
-        tensors |= {f"weight {_of(name, holder)}": weight for name, weight in module.named_parameters()}
+        tensors |= {f"buffer {_path_in(name, holder)}": buffer for name, buffer in module.named_buffers()}
+        tensors |= {f"weight {_path_in(name, holder)}": weight for name, weight in module.named_parameters()}
     everything = [thing for _, thing in (*found, *on_model, *reachable(batch))]
     generators = {id(thing): thing for thing in everything if isinstance(thing, torch.Generator)}
     return HeldTensors(modules, tensors, tuple(generators.values()))
@@ -74,7 +74,7 @@ def _is_plain(thing: Any) -> bool:
     return isinstance(thing, Tensor) and not isinstance(thing, nn.Parameter)
 
 
-def _of(name: str, holder: str) -> str:
+def _path_in(name: str, holder: str) -> str:
     return f"{holder}.{as_written(name)}"
 
 

@@ -135,7 +135,7 @@ class Sharded(Synchroniser):
         if outside:
             raise WrongUse(
                 f"trainable parameters that FSDP2 does not hold: {', '.join(outside[:5])}",
-                allowed="every trainable parameter in fully_shard, which synchronises what it holds",
+                allowed="every trainable parameter in fully_shard, which synchronizes what it holds",
                 do="fully_shard(model) without ignored_params, or freeze them",
             )
         self._groups = list(_groups(self.model))
@@ -343,7 +343,11 @@ def _keep_islands_wide(model: Any) -> None:
                 if _narrows(group, module):
                     # FSDP2 fixes the policy in its first forward, and a group has one policy for all of its modules.
                     if state._is_root is not None or not inside.issuperset(group.modules):
-                        raise _narrow_island(path, group.mp_policy.param_dtype)
+                        raise WrongUse(
+                            f"the island {path!r} in a shard that FSDP2 gathers in {group.mp_policy.param_dtype}",
+                            allowed="an island that is sharded by itself, before its first forward pass",
+                            do=f"fully_shard(model.{path}, mp_policy=MixedPrecisionPolicy()) before fully_shard(model)",
+                        )
                     group.mp_policy = state._mp_policy = replace(group.mp_policy, param_dtype=None)
 
 
@@ -352,14 +356,6 @@ def _narrows(group: Any, island: nn.Module) -> bool:
     narrow = group.mp_policy.param_dtype
     held = {id(p.sharded_param) for p in group.fsdp_params}
     return any(id(p) in held and narrow not in (None, p.dtype) for p in island.parameters())
-
-
-def _narrow_island(path: str, narrow: object) -> WrongUse:
-    return WrongUse(
-        f"the island {path!r} in a shard that FSDP2 gathers in {narrow}",
-        allowed="an island that is sharded by itself, before its first forward pass",
-        do=f"fully_shard(model.{path}, mp_policy=MixedPrecisionPolicy()) before fully_shard(model)",
-    )
 
 
 def _inner(comm: Any) -> Any:

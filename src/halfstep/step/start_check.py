@@ -29,7 +29,7 @@ from halfstep.finding import Finding, Severity
 from halfstep.formats import FP32
 from halfstep.json_data import JsonResult
 from halfstep.numbers import number, share
-from halfstep.observe.layer_sums import INPUT, PARAMETER, RESULT, Part, Sums
+from halfstep.observe.layer_sums import INPUT, PARAMETER, RESULT, ComparedPart, Sums
 from halfstep.observe.module_values import ModuleValues
 from halfstep.observe.reachable import leaves
 from halfstep.observe.recorder import as_written, compiled_modules, eagerly, uses_compiled
@@ -279,7 +279,7 @@ def _host_random_kept() -> Iterator[None]:
             numpy.random.set_state(its)
 
 
-# -- the judgement ----------------------------------------------------------------------------------------------------
+# -- the judgment ----------------------------------------------------------------------------------------------------
 
 
 class _Distance(NamedTuple):
@@ -339,7 +339,7 @@ class _Judge:
         text = f"{what} is not finite in {self._name}, and {reference} in fp32"
         return [Deviation(NOT_FINITE, "error", module, figure, text, _keep_wide(module))]
 
-    def _judge_sums(self, part: Part, sums: Sums) -> Deviation | None:
+    def _judge_sums(self, part: ComparedPart, sums: Sums) -> Deviation | None:
         """Judge numbers of a layer by the roundings of its format; a gradient of zeros is judged by its parameter."""
         path = _module_of(part.name) if part.kind == PARAMETER else part.name
         format, id = self._formats[path], OUTPUT if part.kind == RESULT else GRADIENT
@@ -375,7 +375,7 @@ class _Judge:
         """
         refused, reported, small = list[str](), list[str](), list[str]()
         for name, distance in self._distances.items():
-            part, none = Part(PARAMETER, name), self._narrow.gradients[name] is None
+            part, none = ComparedPart(PARAMETER, name), self._narrow.gradients[name] is None
             if distance.largest == 0.0 < distance.reference:
                 plain = self._plain.get(part)
                 arrived = part in self._sums and self._sums[part].zeros > _ZEROS

@@ -50,7 +50,8 @@ class Holdings:
             return []
         modules, self.modules = self.modules, outermost(held_by(function, nn.Module), self._model)
         self._generators = held_by(function, torch.Generator)
-        return _in_one_only(modules, self.modules)
+        known, now = {id(module) for module in modules}, {id(module) for module in self.modules}
+        return [module for module in (*modules, *self.modules) if (id(module) in known) != (id(module) in now)]
 
     def rebound(self, but_for: Sequence[Any]) -> list[str]:
         """Return the names of tensors next to the loss function that were bound anew since the last look.
@@ -79,11 +80,6 @@ def _same_or_tensors(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
     return one[1] is other[1] or (isinstance(one[1], Tensor) and other[1] is _A_TENSOR)
 
 
-def _in_one_only(some: list[nn.Module], others: list[nn.Module]) -> list[nn.Module]:
-    known, now = {id(module) for module in some}, {id(module) for module in others}
-    return [module for module in (*some, *others) if (id(module) in known) != (id(module) in now)]
-
-
 def _near(function: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
     """Yield what a function holds, by name: objects, members of containers, attributes of objects, and what its own
     functions hold.
@@ -100,15 +96,11 @@ def _near(function: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
             if depth > 1 and not (thing.__module__ or "").startswith("torch."):
                 yield from _near(thing, depth - 1)
         elif type(thing).__module__ != "builtins" and not isinstance(thing, (Tensor, nn.Module)):
-            for key in _attribute_names(thing):
+            slots = getattr(type(thing), "__slots__", ())
+            for key in (*getattr(thing, "__dict__", ()), *((slots,) if isinstance(slots, str) else slots)):
                 item = getattr(thing, key, None)
                 if not isinstance(item, _HOLD_NOTHING):
                     yield f"{name}.{key}", item
-
-
-def _attribute_names(thing: Any) -> Iterable[str]:
-    slots = getattr(type(thing), "__slots__", ())
-    return (*getattr(thing, "__dict__", ()), *((slots,) if isinstance(slots, str) else slots))
 
 
 def _held(function: Any) -> Iterable[tuple[str, Any]]:

@@ -541,7 +541,7 @@ def positive(name: str, given: Any) -> float | None:
 def synchroniser(
     model: nn.Module, *, optimizers: int, ddp: Mapping[str, Any], ranks: Ranks, narrow: bool = False
 ) -> Synchroniser:
-    """Return the synchroniser that fits this model and these ranks; raise WrongUse if only parts are sharded.
+    """Return the synchronizer that fits this model and these ranks; raise WrongUse if only parts are sharded.
 
     Gradients of `narrow` weights are averaged here: DistributedDataParallel sums in the format of the weights.
     """

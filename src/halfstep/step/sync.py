@@ -88,7 +88,7 @@ class Synchroniser(ABC):
         return
 
     def follow(self) -> Synchroniser:
-        """Return the synchroniser to use after parameters were added, removed or unfrozen."""
+        """Return the synchronizer to use after parameters were added, removed or unfrozen."""
         return self
 
 

@@ -40,7 +40,6 @@ def windows(loader: Iterable[Any], microbatches: int) -> Iterator[Window]:
         yield window
 
 
-# -- call order -------------------------------------------------------------------------------------------------------
 # Check the order of calls in the context form: forward and backward alternate, then apply, after a last one.
 
 

@@ -234,7 +234,9 @@ class Slots(Task):
         said = owners(model(batch["image"]).shares, batch["image"].shape[-2:])
         truths = batch.get("mask", [None] * len(said))
         return [
-            clip_picture(_shown(clip), answer, self.recipe.model.slots, truth)
+            clip_picture(
+                [images.as_picture((frame + 1.0) / 2.0) for frame in clip], answer, self.recipe.model.slots, truth
+            )
             for clip, answer, truth in zip(batch["image"], said, truths, strict=True)
         ]
 
@@ -287,11 +289,6 @@ def owners(shares: Tensor, size: torch.Size) -> Tensor:
     if shares.shape[-2:] != size:
         shares = F.interpolate(shares.flatten(0, 1), size, mode="bilinear").unflatten(0, shares.shape[:2])
     return shares.argmax(2)
-
-
-def _shown(clip: Tensor) -> list[Picture]:
-    """Convert frames in -1..1 to pictures."""
-    return [images.as_picture((frame + 1.0) / 2.0) for frame in clip]
 
 
 def _resized(frames: Tensor, size: int) -> Tensor:

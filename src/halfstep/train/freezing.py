@@ -31,7 +31,11 @@ def freeze(model: nn.Module, parts: list[str]) -> list[str]:
         for parameter in parameters:
             parameter.requires_grad_(False)
         if part in dict(model.named_modules()):
-            _still(model.get_submodule(part))
+            for below in model.get_submodule(part).modules():
+                if isinstance(below, _NormBase) and below.track_running_stats:
+                    below.eval()
+                    # A class, not a hook or an instance method: copies of the model, such as an EMA, are frozen too.
+                    below.__class__ = _still_class(type(below))  # type: ignore[assignment]
     return [f"{part} is frozen: {sum(p.numel() for p in each):,} parameters" for part, each in found.items()]
 
 
@@ -53,14 +57,6 @@ def _unknown(model: nn.Module, part: str) -> UnknownName:
         allowed=f"{', '.join(top[:20])}, or a part of one, such as {max(names, key=len, default='none')}",
         do=f"did you mean {near[0]!r}?" if near else "use one of the allowed names",
     )
-
-
-def _still(module: nn.Module) -> None:
-    for below in module.modules():
-        if isinstance(below, _NormBase) and below.track_running_stats:
-            below.eval()
-            # A class, not a hook or an instance method: copies of the model, such as an EMA, are frozen too.
-            below.__class__ = _still_class(type(below))  # type: ignore[assignment]
 
 
 class Still:

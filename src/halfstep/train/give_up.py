@@ -137,12 +137,9 @@ def _steps(folder: Path) -> list[tuple[int, float, bool]]:
         if event["event"] == events.STEP and type(attempt) is int:
             # A loss refused as a spike is finite, and measures the weights.
             counts = applied is True or event.get("reason") == REFUSED
-            told.append((attempt, _number(loss) if counts else math.nan, applied is True))
+            number = float(loss) if counts and isinstance(loss, (int, float)) else math.nan
+            told.append((attempt, number, applied is True))
     return told
-
-
-def _number(loss: Any) -> float:
-    return float(loss) if isinstance(loss, (int, float)) else math.nan
 
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -167,15 +164,15 @@ def out_of_memory_error(loop: Loop, error: Exception, command: str) -> OutOfMemo
     doing = f"{what} micro-batches of {train.batch_size} samples in {precision}"
     if distributed.size() > 1 and not elsewhere:
         doing = f"on rank {distributed.rank()} {doing}"
-    failed = _of_another_rank(error, do) if elsewhere else as_error(error, doing, do)
+    failed = (
+        OutOfMemory(f"out of memory: {reason_in(error)}", allowed="work that fits into the memory", do=do)
+        if elsewhere
+        else as_error(error, doing, do)
+    )
     if failed is not None:
         failed.command, failed.precision = line, precision
         failed.batch, failed.microbatches = 0 if loop.is_evaluating else train.batch_size, train.microbatches
     return failed
-
-
-def _of_another_rank(error: Exception, do: str) -> OutOfMemory:
-    return OutOfMemory(f"out of memory: {reason_in(error)}", allowed="work that fits into the memory", do=do)
 
 
 def _smaller(loop: Loop) -> Mapping[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -11,6 +11,7 @@ from torch import nn, optim
 from halfstep.errors import WrongUse
 from halfstep.recipe.schema import OptimizerOptions
 from halfstep.step.optimizer_slot import owned_by
+from halfstep.train.small_optimizers import ParameterGroup, small_adam, small_groups
 
 _KINDS: dict[str, Callable[..., optim.Optimizer]] = {
     "adamw": optim.AdamW,
@@ -31,14 +32,6 @@ _WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
 _WITH_FUSED = ("adamw", "adam", "sgd", "adagrad")
 
 
-class ParameterGroup(TypedDict, total=False):
-    """Parameters of an optimizer; without `weight_decay`, the optimizer's own applies."""
-
-    params: list[nn.Parameter]
-    weight_decay: float
-    fp32_state: bool
-
-
 def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
     """Return the optimizer, with fused kernels where requested and available.
 
@@ -48,8 +41,6 @@ def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimiz
         return _muon(options, model)
     trained = [p for p in model.parameters() if p.requires_grad]
     if options.state != "fp32":
-        from halfstep.train.small_optimizers import small_adam, small_groups  # loads torchao
-
         arguments = {"lr": options.lr, "weight_decay": options.weight_decay, "betas": (options.momentum, 0.999)}
         return small_adam(options.name, options.state, small_groups(model, trained), **arguments)
     return _made(options, _groups(trained))

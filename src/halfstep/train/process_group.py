@@ -18,7 +18,7 @@ from halfstep import distributed
 from halfstep.data.dataset import generators_aside
 from halfstep.errors import NotBegun, WrongUse, in_one_line
 from halfstep.launch_variables import count_in, launched_rank
-from halfstep.peers import Peers, host_id, parsed, this_process
+from halfstep.peers import Peers, host_id, read_processes, this_process
 from halfstep.precision.hardware import describe, present
 from halfstep.recipe.schema import AUTO
 from halfstep.slurm import slurm_ranks
@@ -126,7 +126,7 @@ def _met(store: Any, rank: int, size: int, until: float) -> Peers:
         # This rank alone may have the signal; the others would wait for it.
         store.set("left", stopped.signal)
         raise
-    processes = parsed(store.get(here).decode())
+    processes = read_processes(store.get(here).decode())
     own = {process.rank for process in processes}
     return Peers((one for one in processes if one.rank != rank), (other for other in range(size) if other not in own))
 

@@ -58,7 +58,7 @@ class Lease:
     """The number of the launch, counted over all machines."""
     launch: str
     conditional: bool
-    """Whether the store honours `If-None-Match` and `If-Match`."""
+    """Whether the store honors `If-None-Match` and `If-Match`."""
 
     @property
     def place(self) -> str:

@@ -341,7 +341,6 @@ def _last_attempt(folder: Path, after: int = 0) -> int:
     return max((attempt for attempt in steps if type(attempt) is int), default=0)
 
 
-# -- other ranks ------------------------------------------------------------------------------------------------------
 # Restore a state saved with another number of ranks, or sharded in another way.
 
 

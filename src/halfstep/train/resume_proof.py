@@ -66,7 +66,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Segment:
     losses: list[float]
     state: State
 
@@ -98,10 +98,10 @@ def prove(
     return _judged(one, two, steps, begin.attempt if begin else 0)
 
 
-def _whole_part(loop: Loop, begin: CheckpointDir | None, count: int, counted: _Counted) -> _Part:
+def _whole_part(loop: Loop, begin: CheckpointDir | None, count: int, counted: _Counted) -> _Segment:
     _put(loop, begin)
     with _Going(loop, counted) as going:
-        return _Part(going.on(count), State.of(loop.live))
+        return _Segment(going.on(count), State.of(loop.live))
 
 
 def _in_two_parts(
@@ -111,7 +111,7 @@ def _in_two_parts(
     begin: CheckpointDir | None,
     steps: int,
     counted: _Counted,
-) -> _Part:
+) -> _Segment:
     first = build(folder, *known)
     _put(first, begin)
     with _Going(first, counted) as going:
@@ -123,7 +123,7 @@ def _in_two_parts(
     second = build(folder, found.auto_choices, found.remedies)
     resume_from(second, found, folder, ())
     with _Going(second, counted) as going:
-        return _Part(losses + going.on(steps), State.of(second.live))
+        return _Segment(losses + going.on(steps), State.of(second.live))
 
 
 class _Going:
@@ -208,7 +208,7 @@ def _too_short(what: str, there: int, steps: int) -> WrongUse:
     )
 
 
-def _judged(one: _Part, two: _Part, steps: int, begin: int) -> Proof:
+def _judged(one: _Segment, two: _Segment, steps: int, begin: int) -> Proof:
     pairs = enumerate(zip(one.losses, two.losses, strict=True))
     # Compared as hexadecimal text: NaN equals itself there.
     unlike = next(((at, a, b) for at, (a, b) in pairs if a.hex() != b.hex()), None)

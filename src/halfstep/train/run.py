@@ -159,7 +159,8 @@ def train(
     except Exception as error:
         if (failed := out_of_memory_error(loop, error, command)) is None:
             leaving = LOST if isinstance(error, RankFailed) and not error.usable else LEAVING
-            more = _bug(error)
+            # The traceback, for the log, of an error that does not explain itself, such as one of a task's own code.
+            more = {} if isinstance(error, HalfstepError) else {"error": "".join(traceback.format_exception(error))}
             raise
         reason, more = OUT_OF_MEMORY, {"error": failed.given}
         raise failed from None
@@ -167,7 +168,9 @@ def train(
         # Before the end is recorded: the last save may still fail or succeed.
         loop.checkpoints.close(leaving)
         run = _ended(loop, folder, reason, time.perf_counter() - began)
-        _record_end(loop, run, reason, more)
+        summary = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
+        remedies = [str(remedy) for remedy in loop.guarding.remedies.placed]
+        loop.journal.emit(events.END, reason=reason, remedies=remedies, **summary, **more)
     result = {**_result(run, loop.parts, weights), "remedies": loop.guarding.remedies.as_dict()}
     loop.outputs.result(result, run.best["epoch"])
     return run
@@ -180,17 +183,6 @@ def _ending(loop: Loop) -> Iterator[None]:
         yield
     finally:
         loop.beat(ENDING)
-
-
-def _record_end(loop: Loop, run: Run, reason: str, more: Mapping[str, object]) -> None:
-    summary = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
-    remedies = [str(remedy) for remedy in loop.guarding.remedies.placed]
-    loop.journal.emit(events.END, reason=reason, remedies=remedies, **summary, **more)
-
-
-def _bug(error: Exception) -> dict[str, str]:
-    """Return the traceback, for the log, of an error that does not explain itself, such as one of a task's own code."""
-    return {} if isinstance(error, HalfstepError) else {"error": "".join(traceback.format_exception(error))}
 
 
 def make_loop(

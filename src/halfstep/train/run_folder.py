@@ -352,7 +352,11 @@ def open_run(
     wanted = run_dir(recipe, label)
     try:
         if EXTEND in accepted and _written(wanted) is None:
-            raise _nothing_to_extend(wanted)
+            raise FolderTaken(
+                f"{option('extend')}, and there is no run in {wanted}",
+                allowed="an existing run; run.dir=FOLDER names another one",
+                do=f"remove {option('extend')} to start it",
+            )
         path = _first_free(wanted) if new else _made(wanted)
         if not _is_restoring(path, recipe):
             _refuse_foreign(path)
@@ -562,14 +566,6 @@ def _other_length(path: Path, asked: tuple[int | None, int | None], before: Save
 
 def _another_folder() -> str:
     return f"{add_option('new')} for a new folder"
-
-
-def _nothing_to_extend(path: Path) -> FolderTaken:
-    return FolderTaken(
-        f"{option('extend')}, and there is no run in {path}",
-        allowed="an existing run; run.dir=FOLDER names another one",
-        do=f"remove {option('extend')} to start it",
-    )
 
 
 def _written(path: Path) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn, optim
@@ -13,11 +13,16 @@ from halfstep.errors import BadRecipe, missing_extra
 from halfstep.step.shard_units import NORM_LAYERS
 from halfstep.step.small_states import cut_evenly, sharded_as
 
-if TYPE_CHECKING:
-    from halfstep.train.optimizers import ParameterGroup
-
 SMALLEST = 4096
 """Elements of the smallest tensor whose moments are stored in 8 bits; for smaller ones it saves nothing."""
+
+
+class ParameterGroup(TypedDict, total=False):
+    """Parameters of an optimizer; without `weight_decay`, the optimizer's own applies."""
+
+    params: list[nn.Parameter]
+    weight_decay: float
+    fp32_state: bool
 
 
 def small_adam(name: str, state: str, groups: Iterable[ParameterGroup], **arguments: Any) -> optim.Optimizer:

@@ -179,7 +179,7 @@ class State:
             chunks |= {key: chunked(key, tensor) for key, tensor in found.items() if distributed.is_shard(tensor)}
             for key, tensor in found.items():
                 if chunks[key].is_held_by(rank) if key in chunks else rank == 0 or key.startswith(OWN):
-                    tensors[key] = distributed.local(tensor)
+                    tensors[key] = distributed.local(tensor) if key in chunks else tensor
         return RankSnapshot(
             attempt,
             plain,
@@ -266,7 +266,7 @@ FORM |= {"recipe": 0, "guards": 0}
 
 
 @dataclass(frozen=True)
-class Restored:
+class AcceptedChanges:
     """How a run differs from the checkpoint that was restored into it, where that was accepted."""
 
     recipe: list[str]
@@ -291,7 +291,7 @@ def _refusing_invalid() -> Iterator[None]:
 
 
 @_refusing_invalid()
-def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> Restored:
+def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> AcceptedChanges:
     """Restore `saved` into the run; return the accepted differences. An extension alone is none.
 
     Raises StateMismatch where something differs that was not accepted, and BadData for an invalid state.
@@ -333,7 +333,7 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> R
     if recipe or (EXTEND in accepted and is_longer):
         # The optimizers' saved groups hold the lr of the old schedule.
         _set_lr(live)
-    return Restored(recipe, data, is_longer)
+    return AcceptedChanges(recipe, data, is_longer)
 
 
 def _recipe_changes(live: RunObjects, saved: State, changed: list[Change], accepted: Collection[str]) -> list[Change]:

@@ -28,7 +28,7 @@ FOLDERS = "a folder of .safetensors files, as Hugging Face or torch's HuggingFac
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightPart:
     """A block of a tensor in one file."""
 
     file: Path
@@ -73,8 +73,8 @@ def read_folder(folder: Path, most: int) -> dict[str, Tensor]:
         raise _broken(folder, str(error).strip().partition("\n")[0][:200] or type(error).__name__) from error
 
 
-def _parts(files: list[Path]) -> dict[str, list[Part]]:
-    found: dict[str, list[Part]] = defaultdict(list)
+def _parts(files: list[Path]) -> dict[str, list[WeightPart]]:
+    found: dict[str, list[WeightPart]] = defaultdict(list)
     for file in files:
         _refuse_code(file)
         check_header(file)
@@ -82,7 +82,7 @@ def _parts(files: list[Path]) -> dict[str, list[Part]]:
             offsets = _offsets(stored.metadata() or {})
             for name in stored.keys():  # noqa: SIM118 - not a mapping
                 sizes = tuple(stored.get_slice(name).get_shape())
-                found[name].append(Part(file, offsets.get(name, (0,) * len(sizes)), sizes))
+                found[name].append(WeightPart(file, offsets.get(name, (0,) * len(sizes)), sizes))
     return found
 
 
@@ -97,7 +97,7 @@ def _offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _joined(name: str, parts: list[Part]) -> Tensor:
+def _joined(name: str, parts: list[WeightPart]) -> Tensor:
     shape = tuple(max(ends) for ends in zip(*(_ends(part) for part in parts), strict=True))
     held = sum(math.prod(part.sizes) for part in parts)
     # Before anything is allocated: a made-up offset can claim a tensor of any size.
@@ -121,7 +121,7 @@ def _joined(name: str, parts: list[Part]) -> Tensor:
     return joined
 
 
-def _ends(part: Part) -> tuple[int, ...]:
+def _ends(part: WeightPart) -> tuple[int, ...]:
     return tuple(at + size for at, size in zip(part.offsets, part.sizes, strict=True))
 
 

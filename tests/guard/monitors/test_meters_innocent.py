@@ -1,4 +1,4 @@
-"""Meters do not cry wolf: what is learnt and comes to rest, fp32 beside fp16, and loops of many kinds."""
+"""Meters do not cry wolf: what is learned and comes to rest, fp32 beside fp16, and loops of many kinds."""
 
 from __future__ import annotations
 

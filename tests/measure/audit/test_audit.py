@@ -254,7 +254,7 @@ def test_by_cudas_rules_without_a_gpu() -> None:
     found = audit(model, classify, batch(), precision="fp16", device="a100-80gb")
     assert not found.run
     assert row(found, "0").computed == {"fp16": 1.0}
-    assert row(found, "1").computed == {"fp32": 1.0}, "CUDA's autocast normalises in fp32"
+    assert row(found, "1").computed == {"fp32": 1.0}, "CUDA's autocast normalizes in fp32"
     assert row(found, "2").island == "2"
     assert row(found, "0").forward is None
     assert found.islands == ()

@@ -144,7 +144,7 @@ def test_batch_normalisation_needs_more_than_a_little_gain() -> None:
     assert planned(World(times), has_batch_norm=True).choice.setting.microbatches == 1
     plan = planned(World({**FAST, "bf16 last 2x8": 0.5}), has_batch_norm=True)
     assert plan.choice.setting.microbatches == 2
-    assert "batch normalisation" in plan.reasons["micro-batches"]
+    assert "batch normalization" in plan.reasons["micro-batches"]
 
 
 def test_two_pairs_are_no_verdict() -> None:
@@ -238,7 +238,7 @@ def test_larger_batches_come_with_a_learning_rate_and_a_warning() -> None:
     assert plan.growth.setting.batch == 128
     assert plan.growth.learning_rate == 0.283
     assert plan.growth.speed.speedup == pytest.approx(24, rel=0.01)
-    assert "changes the optimisation" in plan.growth.note
+    assert "changes the optimization" in plan.growth.note
     assert plan.changes["train.batch_size"] == 128
     assert plan.changes["schedule.warmup_steps"] > 0
     tight = planned(World(FAST), grow_batch=True, optimizer="SGD", room=MemoryFit(8000, needs), seconds=3000)

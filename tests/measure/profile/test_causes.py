@@ -98,7 +98,7 @@ def test_reading_that_only_waits_needs_workers_and_no_cores() -> None:
 
 def test_waiting_with_workers_enough_is_neither_slow_data_nor_nothing() -> None:
     end = verdict(replace(HEALTHY, feeding=fed(workers=8)))
-    assert end.id == "no-cause"
+    assert end.id == "unexplained"
     assert "waiting for data takes 60% of a step, though 8 workers should be enough" in end.sentence
 
 
@@ -151,7 +151,7 @@ def test_steps_that_do_not_train_come_before_everything() -> None:
 def test_slower_is_called_slower() -> None:
     slow = StepTimes(fp32=0.1, asked=0.112, speedup=0.89, low=0.87, high=0.92, pairs=60)
     end = verdict(replace(HEALTHY, race=slow))
-    assert end.id == "no-cause"
+    assert end.id == "unexplained"
     assert end.sentence.startswith("bf16 is slower: 0.89x")
 
 
@@ -297,7 +297,7 @@ def test_little_matrix_work_is_an_end_too() -> None:
     end = verdict(replace(HEALTHY, race=slow, fp32_kernels=little))
     assert end.id == "little-matrix-work"
     assert "even with infinitely fast matrix work this model gains 1.18x" in end.sentence
-    assert verdict(replace(HEALTHY, race=slow)).id == "no-cause"
+    assert verdict(replace(HEALTHY, race=slow)).id == "unexplained"
     copying = Kernels({**SHARES, "narrow": 0.2, "copies": 0.5})
     assert verdict(replace(HEALTHY, race=slow, kernels=copying)).id == "copies"
 

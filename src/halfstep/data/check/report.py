@@ -62,7 +62,7 @@ def _more_classes(found: SetLooked) -> str:
 
 def _kinds(found: SetLooked) -> str:
     kinds = f.channel_kinds(found)
-    return f"images are {', '.join(f'{len(paths)} {kind}' for kind, paths in kinds.items())}; all become colour"
+    return f"images are {', '.join(f'{len(paths)} {kind}' for kind, paths in kinds.items())}; all become color"
 
 
 RULES = (
@@ -107,7 +107,7 @@ RULES = (
          f.deeper_than_most),
     Rule("tiny", "warning", f"images are smaller than {f.TINY} pixels", "take them away, or enlarge them",
          f.files_where(lambda look: min(look.size) < f.TINY, images_alone=True)),
-    Rule("mixed-channels", "note", _kinds, "nothing, if they are so: grey is repeated, transparency dropped",
+    Rule("mixed-channels", "note", _kinds, "nothing, if they are so: gray is repeated, transparency dropped",
          f.of_unusual_channels),
     # Pairs
     Rule("exif-rotation", "error", "photographs are rotated by their EXIF, but their masks are not",
@@ -124,8 +124,8 @@ RULES = (
     Rule("mask-blurred", "error", "masks hold shades between the classes: saved as JPEG, resized or smoothed",
          "draw them again as PNG without smoothing; two classes: magick FILE -threshold 50% NAME.png",
          f.masks_with("blurred")),
-    Rule("mask-in-colour", "error", "masks are in colour, and the others are not",
-         "save them like the others; or all of them in colour", f.masks_with("coloured")),
+    Rule("mask-in-colour", "error", "masks are in color, and the others are not",
+         "save them like the others; or all of them in color", f.masks_with("coloured")),
     Rule("mask-values", "error", _values, _more_classes, f.masks_with("strange")),
     Rule("empty-mask", "warning", "masks are all background",
          "nothing, if there is nothing on these photographs; else draw them", f.empty_masks),

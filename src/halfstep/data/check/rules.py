@@ -98,7 +98,7 @@ def of_unusual_channels(found: SetLooked) -> list[str]:
 def _channels(look: FileFacts) -> str:
     if look.mode in ("RGBA", "LA", "PA"):
         return "with transparency"
-    return "grey" if look.mode in ("1", "L", "I", "F") or look.mode.startswith("I;16") else "in colour"
+    return "gray" if look.mode in ("1", "L", "I", "F") or look.mode.startswith("I;16") else "in color"
 
 
 def pairs_where(true: Callable[[FileFacts, FileFacts], bool], *, masks: bool = False) -> Find:

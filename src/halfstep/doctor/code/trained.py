@@ -19,7 +19,7 @@ _FROZEN = re.compile(
 """Words of code in which the weights in 16 bits may not be those that are trained, or have copies in fp32."""
 
 
-class Trained(NamedTuple):
+class Fp16Optimizer(NamedTuple):
     """An optimizer of torch over fp16 weights, and the cast that made them so."""
 
     optimizer: ast.Call
@@ -27,12 +27,12 @@ class Trained(NamedTuple):
     cast: ast.Call
 
 
-def half_trained(script: Script) -> Iterator[Trained]:
+def half_trained(script: Script) -> Iterator[Fp16Optimizer]:
     """Yield every optimizer over `module.parameters()` where the module certainly is in fp16."""
     yield from narrow_trained(script, "fp16")
 
 
-def narrow_trained(script: Script, format: Named) -> Iterator[Trained]:
+def narrow_trained(script: Script, format: Named) -> Iterator[Fp16Optimizer]:
     """Yield every optimizer over `module.parameters()` where the module certainly is in a 16-bit format."""
     if not any(word in script.source for word in (".half(", ".bfloat16(", "float16")):
         return
@@ -42,7 +42,7 @@ def narrow_trained(script: Script, format: Named) -> Iterator[Trained]:
         module = _module(script, call)
         cast = _cast_before(script, module, call, format) if module is not None else None
         if module is not None and cast is not None and not any(map(_FROZEN.search, script.lines)):
-            yield Trained(call, path_of(module) or script.text(module), cast)
+            yield Fp16Optimizer(call, path_of(module) or script.text(module), cast)
 
 
 def _module(script: Script, call: ast.Call) -> ast.expr | None:

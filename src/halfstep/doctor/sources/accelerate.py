@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from halfstep.doctor.settings import Document, FoundSetting, SettingSource, shown
+from halfstep.doctor.settings import FoundSetting, SettingsFile, SettingSource, shown
 from halfstep.doctor.sources.reading import read_document, training_settings
 from halfstep.errors import BadRecipe
 from halfstep.precision.names import Claim, read_claims
@@ -23,7 +23,7 @@ def from_accelerate(path: str, text: str | None = None) -> SettingSource:
     return accelerate_settings(read_document("accelerate", path, text))
 
 
-def accelerate_settings(document: Document) -> SettingSource:
+def accelerate_settings(document: SettingsFile) -> SettingSource:
     """Return the settings of accelerate's file, with accelerate's own meaning."""
     content = document.content
     found = [setting for setting in (_mixed_precision(document),) if setting]
@@ -64,7 +64,7 @@ def reads_a_boolean(text: str) -> bool:
         return False
 
 
-def _mixed_precision(document: Document) -> FoundSetting | None:
+def _mixed_precision(document: SettingsFile) -> FoundSetting | None:
     content = document.content
     if content.get("mixed_precision") is not None:
         return _said(document, "mixed_precision", _word(document, content["mixed_precision"]))
@@ -77,7 +77,7 @@ def _mixed_precision(document: Document) -> FoundSetting | None:
     return document.setting("mixed_precision", NOT_GIVEN, "accelerate takes this for 'no': fp32", claim)
 
 
-def _word(document: Document, value: object) -> str:
+def _word(document: SettingsFile, value: object) -> str:
     """Return accelerate's word as its launcher reads it; YAML 1.1 turns an unquoted `no` into false."""
     word = "no" if value is False else str(value).lower()
     if word not in WORDS:
@@ -92,7 +92,7 @@ def _word(document: Document, value: object) -> str:
     return word
 
 
-def _said(document: Document, key: str, word: str) -> FoundSetting:
+def _said(document: SettingsFile, key: str, word: str) -> FoundSetting:
     means = "accelerate opens no autocast: fp32" if word == "no" else f"accelerate runs prepared models in {word}"
     return document.setting(key, document.content[key], means, claim_of(key, document.content[key], word))
 
@@ -102,7 +102,7 @@ def claim_of(key: str, value: object, word: str) -> Claim:
     return replace(read_claims({"mixed_precision": word})[0], key=key, value=value)
 
 
-def _nested(document: Document) -> list[FoundSetting]:
+def _nested(document: SettingsFile) -> list[FoundSetting]:
     found = []
     fsdp = _section(document.content, "fsdp_config")
     for key in POLICIES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from halfstep.doctor.settings import Document, FoundSetting, SettingSource
+from halfstep.doctor.settings import FoundSetting, SettingsFile, SettingSource
 from halfstep.doctor.sources.reading import claims_in, meaning, read_document, training_settings
 from halfstep.errors import BadRecipe
 
@@ -21,7 +21,7 @@ def from_deepspeed(path: str, text: str | None = None) -> SettingSource:
     return deepspeed_settings(read_document("deepspeed", path, text))
 
 
-def deepspeed_settings(document: Document) -> SettingSource:
+def deepspeed_settings(document: SettingsFile) -> SettingSource:
     """Return the switches of DeepSpeed's formats, its scaler words and clipping; raise `BadRecipe` if not JSON."""
     try:
         # The YAML reader accepts more than JSON, and DeepSpeed does not.
@@ -52,12 +52,12 @@ SCALER = {
 """DeepSpeed's words for the loss scale, and their meaning."""
 
 
-def _scaler_words(document: Document, key: str, value: Mapping[str, object]) -> list[FoundSetting]:
+def _scaler_words(document: SettingsFile, key: str, value: Mapping[str, object]) -> list[FoundSetting]:
     said = [word for word in SCALER if word in value]
     return [document.setting(f"{key}.{word}", value[word], SCALER[word]) for word in said]
 
 
-def _switch_of(document: Document, key: str, value: Mapping[str, object]) -> FoundSetting:
+def _switch_of(document: SettingsFile, key: str, value: Mapping[str, object]) -> FoundSetting:
     claim = next(iter(claims_in(document, key + ".", {"bf16" if key == _OLD_BF16 else key: value})), None)
     means = meaning(claim) if claim else "left to the launcher"
     return document.setting(f"{key}.enabled", value["enabled"], means, claim)

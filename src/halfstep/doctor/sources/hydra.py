@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from halfstep.doctor.settings import UNRESOLVED, Document, FoundSetting, SettingSource
+from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingsFile, SettingSource
 from halfstep.doctor.sources.reading import is_word, lightning_claim, own_claim, training_settings
 from halfstep.doctor.sources.recipe import SPEAK_OF_TRAINING, sections
 from halfstep.precision.names import PRECISION_KEYS
 
 
-def hydra_settings(document: Document) -> SettingSource:
+def hydra_settings(document: SettingsFile) -> SettingSource:
     """Return precision keys at the top and one level down, and the files that the `defaults` list selects."""
     found, training = [], []
     for prefix, section in sections(document.content):
         found += list(_hydra_section(document, prefix, section))
         training += training_settings(document, prefix, section)
-    tools = frozenset({"lightning"} if _is_lightning(document.content) else ())
+    targets = [str(section.get("_target_", "")) for _, section in sections(document.content)]
+    tools = frozenset(
+        {"lightning"} if any("lightning" in target and target.endswith("Trainer") for target in targets) else ()
+    )
     names = list(_selected(document.content.get("defaults")))
     return SettingSource("hydra", document.place, found, training, names=names, tools=tools)
 
 
-def _hydra_section(document: Document, prefix: str, section: Mapping[str, object]) -> Iterator[FoundSetting]:
+def _hydra_section(document: SettingsFile, prefix: str, section: Mapping[str, object]) -> Iterator[FoundSetting]:
     targets = "lightning" in str(section.get("_target_", "")).lower()
     for key, value in section.items():
         if key not in PRECISION_KEYS or value is None or isinstance(value, Mapping) or not is_word(key, value):
@@ -33,11 +36,6 @@ def _hydra_section(document: Document, prefix: str, section: Mapping[str, object
             continue
         reading = lightning_claim(prefix + key, value) if targets and key == "precision" else own_claim(key, value)
         yield document.setting(prefix + key, value, reading.means).read_as(reading)
-
-
-def _is_lightning(content: Mapping[str, object]) -> bool:
-    targets = [str(section.get("_target_", "")) for _, section in sections(content)]
-    return any("lightning" in target and target.endswith("Trainer") for target in targets)
 
 
 def _selected(defaults: object) -> Iterator[str]:

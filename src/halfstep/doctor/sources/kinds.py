@@ -1,11 +1,11 @@
-"""Recognise what a file is by its content, and read it. Imports no torch."""
+"""Recognize what a file is by its content, and read it. Imports no torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
 
-from halfstep.doctor.settings import Document, Kind, SettingSource
+from halfstep.doctor.settings import Kind, SettingsFile, SettingSource
 from halfstep.doctor.sources.accelerate import accelerate_settings
 from halfstep.doctor.sources.deepspeed import deepspeed_settings
 from halfstep.doctor.sources.hydra import hydra_settings
@@ -115,7 +115,7 @@ _KINDS: dict[Kind, Callable[[Mapping[str, object], str, bool], bool]] = {
     "lightning": _is_lightning,
     "transformers": _is_arguments,
 }
-_READERS: dict[Kind, Callable[[Document], SettingSource]] = {
+_READERS: dict[Kind, Callable[[SettingsFile], SettingSource]] = {
     "recipe": project_settings,
     "accelerate": accelerate_settings,
     "deepspeed": deepspeed_settings,
@@ -142,7 +142,7 @@ def from_configuration(place: str, text: str) -> SettingSource | None:
         source = recipe_settings(document_of("recipe", place, text))
     else:
         kind = kind_of(document.content, text, json)
-        source = _READERS[kind](Document(kind, place, document.content, document.lines, text))
+        source = _READERS[kind](SettingsFile(kind, place, document.content, document.lines, text))
     return source if source.precision or source.training or source.names or source.halfstep else None
 
 

@@ -48,7 +48,7 @@ class Word(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchLine:
     """One command of a script that starts a training."""
 
     source: SettingSource
@@ -60,7 +60,7 @@ class Launch:
     """The script or module that it starts; for halfstep, the recipe."""
 
 
-def from_shell(place: str, text: str) -> list[Launch]:
+def from_shell(place: str, text: str) -> list[LaunchLine]:
     """Return the launch lines of a script; one that only sets variables is returned with an empty launcher."""
     variables: dict[str, FoundSetting] = {}
     launches = []
@@ -72,7 +72,7 @@ def from_shell(place: str, text: str) -> list[Launch]:
         elif launch := _launch(place, command, {**variables, **settings}):
             launches.append(launch)
     if not launches and variables:
-        return [Launch(SettingSource("launch", place, list(variables.values())), 1, "", "")]
+        return [LaunchLine(SettingSource("launch", place, list(variables.values())), 1, "", "")]
     return launches
 
 
@@ -150,7 +150,7 @@ def _variable(place: str, word: Word) -> FoundSetting | None:
         return unread.read_as(unknown_word(error.given))
 
 
-def _launch(place: str, words: Sequence[Word], variables: dict[str, FoundSetting]) -> Launch | None:
+def _launch(place: str, words: Sequence[Word], variables: dict[str, FoundSetting]) -> LaunchLine | None:
     launcher, rest = _launcher(words)
     if not launcher:
         return None
@@ -162,7 +162,7 @@ def _launch(place: str, words: Sequence[Word], variables: dict[str, FoundSetting
     names = [script, *(word.text for word in (*own, *theirs) if _FILE.fullmatch(word.text))]
     names += [value for word in (*own, *theirs) if _FILE.fullmatch(value := word.text.partition("=")[2])]
     source = SettingSource("launch", place, settings, training, names=names, tools=frozenset({launcher}))
-    return Launch(source, words[0].line, launcher, script)
+    return LaunchLine(source, words[0].line, launcher, script)
 
 
 def _reader(launcher: str, script: str) -> str:

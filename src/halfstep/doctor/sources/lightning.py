@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from halfstep.doctor.settings import Document, FoundSetting, SettingSource
+from halfstep.doctor.settings import FoundSetting, SettingsFile, SettingSource
 from halfstep.doctor.sources.reading import lightning_claim, training_settings
 
 _ON_CPU = ("cpu",)
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
-def lightning_settings(document: Document) -> SettingSource:
+def lightning_settings(document: SettingsFile) -> SettingSource:
     """Return what a file of LightningCLI says under `trainer`, also below a subcommand such as `fit`."""
     found, training = [], []
     for prefix, trainer in _trainers(document.content):
@@ -28,7 +28,7 @@ def _trainers(content: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str,
             yield f"{outer}.trainer.".lstrip("."), trainer
 
 
-def _trainer_settings(document: Document, prefix: str, trainer: Mapping[str, object]) -> list[FoundSetting]:
+def _trainer_settings(document: SettingsFile, prefix: str, trainer: Mapping[str, object]) -> list[FoundSetting]:
     found = []
     if trainer.get("precision") is not None:
         key = f"{prefix}precision"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from halfstep.doctor.settings import OWN_WORD, Document, FoundSetting, Kind, WordReading, printable, unknown_word
+from halfstep.doctor.settings import OWN_WORD, FoundSetting, Kind, SettingsFile, WordReading, printable, unknown_word
 from halfstep.errors import HalfstepError, MissingExtra
 from halfstep.precision.names import AMP, AMP_MEANS, Claim, Named, read_claims
 
@@ -32,7 +32,7 @@ CLIPPING = frozenset(
 )
 
 
-def read_document(kind: Kind, path: str, text: str | None = None) -> Document:
+def read_document(kind: Kind, path: str, text: str | None = None) -> SettingsFile:
     """Read a file as plain data, or the text that stands in its place; recipes may be given by name.
 
     Raise `MissingExtra` without a YAML reader, and the reader's errors for an invalid file.
@@ -49,7 +49,7 @@ def read_document(kind: Kind, path: str, text: str | None = None) -> Document:
     return document_of(kind, place, recipe_text(place)[1])
 
 
-def document_of(kind: Kind, place: str, text: str) -> Document:
+def document_of(kind: Kind, place: str, text: str) -> SettingsFile:
     """Return the text of a file as plain data; raise the reader's errors for anything else."""
     try:
         from halfstep.recipe.strict_yaml import FastLoader, read_with_lines
@@ -58,17 +58,17 @@ def document_of(kind: Kind, place: str, text: str) -> Document:
     # JSON is valid YAML except for tabs between tokens; tabs inside strings are invalid JSON anyway.
     # A project has hundreds of files: libyaml's parser.
     read = read_with_lines(text.replace("\t", " ") if place.endswith(".json") else text, place, FastLoader)
-    return Document(kind, place, read.content, read.lines, text)
+    return SettingsFile(kind, place, read.content, read.lines, text)
 
 
-def foreign_document_of(place: str, text: str) -> Document:
+def foreign_document_of(place: str, text: str) -> SettingsFile:
     """Return the text of any project's file as plain data; raise the reader's errors for anything else."""
     try:
         from halfstep.doctor.sources.foreign import read_foreign
     except ModuleNotFoundError as missing:
         raise _missing(missing) from None
     read = read_foreign(text, place)
-    return Document("recipe", place, read.content, read.lines, text)
+    return SettingsFile("recipe", place, read.content, read.lines, text)
 
 
 def _missing(missing: ModuleNotFoundError) -> MissingExtra:
@@ -79,7 +79,7 @@ def _missing(missing: ModuleNotFoundError) -> MissingExtra:
     )
 
 
-def claims_in(document: Document, prefix: str, settings: Mapping[str, object]) -> list[Claim]:
+def claims_in(document: SettingsFile, prefix: str, settings: Mapping[str, object]) -> list[Claim]:
     """Return the claims of these settings; an error names the file and the section."""
     try:
         return read_claims(settings)
@@ -90,7 +90,7 @@ def claims_in(document: Document, prefix: str, settings: Mapping[str, object]) -
         raise type(error)(given, allowed=error.allowed, do=error.do, id=error.id, line=line) from None
 
 
-def _line_of_mistake(document: Document, prefix: str, settings: Mapping[str, object]) -> int | None:
+def _line_of_mistake(document: SettingsFile, prefix: str, settings: Mapping[str, object]) -> int | None:
     for key, value in settings.items():
         try:
             read_claims({key: value})
@@ -170,7 +170,7 @@ Claims = Callable[[str, object], WordReading]
 """Reads a word of one program."""
 
 
-def training_settings(document: Document, prefix: str, section: Mapping[str, object]) -> list[FoundSetting]:
+def training_settings(document: SettingsFile, prefix: str, section: Mapping[str, object]) -> list[FoundSetting]:
     """Return the learning rate and clipping where they are numbers."""
     found = []
     for key, value in section.items():

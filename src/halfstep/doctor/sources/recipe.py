@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from halfstep.doctor.settings import PROJECT, Document, FoundSetting, SettingSource, WordReading
+from halfstep.doctor.settings import PROJECT, FoundSetting, SettingsFile, SettingSource, WordReading
 from halfstep.doctor.sources.reading import (
     as_halfstep_reads,
     claims_in,
@@ -28,7 +28,7 @@ def from_recipe(name_or_path: str, text: str | None = None) -> SettingSource:
     return recipe_settings(read_document("recipe", name_or_path, text))
 
 
-def recipe_settings(document: Document) -> SettingSource:
+def recipe_settings(document: SettingsFile) -> SettingSource:
     """Return precision keys, learning rate and clipping of a recipe, or of a YAML file of any project."""
     found, training = [], []
     for prefix, section in sections(document.content):
@@ -40,7 +40,7 @@ def recipe_settings(document: Document) -> SettingSource:
     )  # fmt: skip
 
 
-def project_settings(document: Document) -> SettingSource:
+def project_settings(document: SettingsFile) -> SettingSource:
     """Return the same of a file that the project's own code reads: a word that is not known claims nothing."""
     found, training = [], []
     for prefix, section in sections(document.content):
@@ -77,7 +77,7 @@ def _precision_keys(prefix: str, section: Mapping[str, object]) -> list[str]:
     return keys
 
 
-def _precision_settings(document: Document, prefix: str, section: Mapping[str, object]) -> list[FoundSetting]:
+def _precision_settings(document: SettingsFile, prefix: str, section: Mapping[str, object]) -> list[FoundSetting]:
     keys = _precision_keys(prefix, section)
     chosen = {key: section[key] for key in keys}
     claims = {claim.key: claim for claim in claims_in(document, prefix, chosen)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfstep.doctor.settings import Document, SettingSource
+from halfstep.doctor.settings import SettingsFile, SettingSource
 from halfstep.doctor.sources.reading import safe_claim, training_settings
 
 ARGUMENTS = frozenset(
@@ -43,7 +43,7 @@ _TELLS_NOTHING = {
 }
 
 
-def arguments_settings(document: Document) -> SettingSource:
+def arguments_settings(document: SettingsFile) -> SettingSource:
     """Return the precision fields of TrainingArguments; `false` leaves the choice to the environment."""
     content, found = document.content, []
     for key in ("fp16", "bf16"):

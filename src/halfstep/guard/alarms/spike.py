@@ -5,7 +5,7 @@ spike once the loss is usual again, a new level after a few losses that stay tog
 far beyond all before and do not fall.
 
 If spikes are refused, a refused loss does not raise the limit. But losses that are refused again and again, with usual
-ones in between, are no accident: the noise is that large, and is learnt.
+ones in between, are no accident: the noise is that large, and is learned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DivergenceThreshold(NamedTuple):
 
 
 class Rise(Enum):
-    """The judgement on losses above the limit."""
+    """The judgment on losses above the limit."""
 
     OPEN = "open"
     """It is not known yet."""
@@ -118,14 +118,14 @@ class LossWatch:
         self._refused = [*self._of_late(attempt), (attempt, loss)]
 
     def take(self, loss: float) -> None:
-        """Record a usual loss; those above the limit before it were a spike, and are learnt too."""
+        """Record a usual loss; those above the limit before it were a spike, and are learned too."""
         for one in self.above:
             self.usual.add(one)
         self.usual.add(loss)
         self._over()
 
     def take_alone(self, loss: float, attempt: int) -> None:
-        """Record a usual loss; refused losses before it are learnt only if there were many."""
+        """Record a usual loss; refused losses before it are learned only if there were many."""
         self._refused = self._of_late(attempt)
         if len(self._refused) >= TAIL:
             for _, one in self._refused:

@@ -30,7 +30,7 @@ FORGETS = 0.5 ** (1 / 150)
 FIRST = 3.0
 """The minimum height of a spike in medians of the first losses.
 
-A run that has nearly learnt its data has losses close to zero, and now and then a larger one of a hard sample.
+A run that has nearly learned its data has losses close to zero, and now and then a larger one of a hard sample.
 """
 FAR = 1000.0
 """The ratio to the first losses above which a slow rise is reported."""

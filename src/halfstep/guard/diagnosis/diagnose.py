@@ -310,7 +310,7 @@ class _Case:
                 if not outcome.finite and not outcome.error and (same or not zeros):
                     verdict = self._precision_or_not(outcome)
                     return replace(verdict, evidence=(explain.spot(spots[0]), *verdict.evidence))
-        return Verdict(DATA, explain.written(spots[0]), as_it_was.culprit, (), (_CLONE_FIRST, _SKIP))
+        return Verdict(DATA, explain.batch_written(spots[0]), as_it_was.culprit, (), (_CLONE_FIRST, _SKIP))
 
     def _came_from_outside(self, as_it_was: TrialOutcome, name: str) -> Verdict:
         """Return the verdict on values that came neither from an operation of the step nor from the batch."""

@@ -173,7 +173,7 @@ def spot(found: Spot) -> str:
     return f"{found} holds {found.value}{many}"
 
 
-def written(found: Spot) -> str:
+def batch_written(found: Spot) -> str:
     """Return the sentence for non-finite values in a batch that the step itself wrote to."""
     return f"data: {spot(found)}, and {BATCH_WRITTEN}, so its original values are unknown"
 
@@ -189,7 +189,7 @@ LARGE_WEIGHT = 1e3
 LARGE_UPDATE = 0.1
 """The size of an update, as a part of the weights' norm, that makes a loss grow a thousandfold within a history."""
 LEARNT = 1e-4
-"""The loss below which a task is as good as learnt, so that a jump by any factor means nothing."""
+"""The loss below which a task is as good as learned, so that a jump by any factor means nothing."""
 
 
 def strayed(fp32: TrialOutcome, history: History) -> str:

@@ -100,7 +100,9 @@ def give_up_error(
     error = Diverged(
         f"{why}: continue from an earlier checkpoint" if is_damaged else why,
         allowed=f"fewer than {limits.skips_in_a_row} skips in a row, {limits.skip_share:.0%} of the last 100",
-        do=_own_guard(streak.guard) if streak.guard else _in_python(streak.verdict, mode, rates),
+        do=f"check the Stepper's guard {streak.guard!r}, or allow more skips: Limits(skip_share=1.0)"
+        if streak.guard
+        else _in_python(streak.verdict, mode, rates),
     )
     error.verdict = None if streak.verdict is None else streak.verdict.as_dict()
     is_divergence = streak.verdict is None and streak.refused and not streak.guard
@@ -155,10 +157,6 @@ def _in_python(verdict: Verdict | None, mode: str, rates: Sequence[float]) -> st
             return _BY_CAUSE[verdict.cause].in_python
     # Without a known cause, or after a divergence: a tenth of the last learning rate, but no more than the usual one.
     return f"optimizer.lr={min(rates[-1] / 10, _usual(rates)):g}" if rates and rates[-1] > 0 else "a lower optimizer.lr"
-
-
-def _own_guard(name: str) -> str:
-    return f"check the Stepper's guard {name!r}, or allow more skips: Limits(skip_share=1.0)"
 
 
 def _usual(rates: Sequence[float]) -> float:

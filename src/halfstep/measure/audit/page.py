@@ -10,7 +10,7 @@ from pathlib import Path
 from halfstep.draw.notebook import ShownAsPage
 from halfstep.json_data import JsonResult
 from halfstep.measure.audit.model_tree import ModuleFlops, model_tree
-from halfstep.measure.audit.report import IslandVerdict, ModuleRow, Numbers
+from halfstep.measure.audit.report import IslandVerdict, ModuleRow, RangeOfValues
 from halfstep.numbers import several, share
 from halfstep.observe.lint.listener import Spotted
 from halfstep.page import (
@@ -163,7 +163,7 @@ class ModuleGroup:
         """Return the largest share that vanished; None where no values are known."""
         return max((found.underflow for found in self._numbers(way)), default=None)
 
-    def _numbers(self, way: str) -> list[Numbers]:
+    def _numbers(self, way: str) -> list[RangeOfValues]:
         return [found for row in self.rows if (found := getattr(row, way)) is not None]
 
 

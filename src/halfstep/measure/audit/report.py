@@ -113,7 +113,7 @@ def _room(path: str, found: ObservedStep) -> str:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class RangeOfValues:
     """The range of a module's values relative to the format, in forward or in backward."""
 
     largest: float
@@ -140,8 +140,8 @@ class ModuleRow:
     """Share of the model's FLOPs."""
     island: str | None
     """The island that it is, or lies in."""
-    forward: Numbers | None
-    backward: Numbers | None
+    forward: RangeOfValues | None
+    backward: RangeOfValues | None
 
 
 def rows_of(model: nn.Module, watched: ObservedStep) -> tuple[ModuleRow, ...]:
@@ -181,11 +181,11 @@ def island_of(module: str, declared: tuple[str, ...]) -> str | None:
     return None
 
 
-def _numbers(ranges: Ranges | None, module: str, parts: tuple[str, ...]) -> Numbers | None:
+def _numbers(ranges: Ranges | None, module: str, parts: tuple[str, ...]) -> RangeOfValues | None:
     together = Range()
     for part in parts:
         together.add(ranges.by_place.get((module, part), Range()) if ranges is not None else Range())
     if not together.nonzero:
         return None
     headroom = together.headroom if math.isfinite(together.headroom) else None
-    return Numbers(together.largest, headroom, together.underflow_share)
+    return RangeOfValues(together.largest, headroom, together.underflow_share)

@@ -237,7 +237,10 @@ def bench(
     """
     given = subject_of(subject, loss_fn, batch, settings)
     changes = _arms(precisions, arms)
-    _check(seeds, price_per_hour)
+    if seeds < 1:
+        raise WrongUse(f"{seeds} seeds", allowed="1 or more; 3 or more for a verdict on accuracy", do="--seeds 3")
+    if price_per_hour is not None and not 0.0 <= price_per_hour < float("inf"):
+        raise WrongUse(f"a price of {price_per_hour} an hour", allowed="0 or more", do="--price-per-hour 2.5")
     run = partial(
         compare,
         name=given.text if isinstance(given, Subject) else given.name,
@@ -266,13 +269,6 @@ def _arms(precisions: Sequence[str], arms: Mapping[str, Sequence[str]] | None) -
         return {**found, **{name: tuple(changed) for name, changed in arms.items()}}
     names = [read_precision(word).name for word in precisions]
     return {**found, **{name: (f"precision={name}",) for name in names}}
-
-
-def _check(seeds: int, price_per_hour: float | None) -> None:
-    if seeds < 1:
-        raise WrongUse(f"{seeds} seeds", allowed="1 or more; 3 or more for a verdict on accuracy", do="--seeds 3")
-    if price_per_hour is not None and not 0.0 <= price_per_hour < float("inf"):
-        raise WrongUse(f"a price of {price_per_hour} an hour", allowed="0 or more", do="--price-per-hour 2.5")
 
 
 def _of_case(

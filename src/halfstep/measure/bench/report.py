@@ -150,7 +150,9 @@ def main_columns(metric: BenchMetric, *, configs: bool = False) -> dict[str, Cel
     """Return the columns that decide; with `configs`, beginning with the configuration of named candidates."""
     figures: dict[str, Cell] = {
         "Speed": _speed,
-        "Time per epoch": lambda row, base: _time(row),
+        "Time per epoch": lambda row, base: (
+            NONE if row.seconds_per_epoch is None else numbers.duration(row.seconds_per_epoch.mean)
+        ),
         "Memory usage": _memory,
         f"Final {metric.name}": lambda row, base: _metric(row),
     }
@@ -173,10 +175,6 @@ def _speed(row: BenchRow, base: BenchRow) -> str:
         return NONE
     told = f"{row.gain.times:.2f}x" + (f" ({_range(row.gain)})" if row.gain.low is not None else "")
     return told if row.gain.verdict != "can't tell" else f"{told}, can't tell"
-
-
-def _time(row: BenchRow) -> str:
-    return NONE if row.seconds_per_epoch is None else numbers.duration(row.seconds_per_epoch.mean)
 
 
 def _memory(row: BenchRow, base: BenchRow) -> str:

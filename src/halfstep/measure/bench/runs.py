@@ -63,6 +63,9 @@ def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResu
     host = [found["host_bytes"] for found in memories if found.get("host_bytes")]
     # The journal's samples come last, because the peak may lie between two of them.
     peak = max(device, default=None) or resident or max(host, default=None)
+    total: Counter[str] = Counter()
+    for event in epochs:
+        total.update(event["skipped"])
     return RunResult(
         seed=seed,
         metric=to_float(end["metrics"].get(start["metric"]["name"])),
@@ -72,7 +75,7 @@ def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResu
         epochs=end["steps"] / start["steps_per_epoch"],
         curve=_curve(events),
         peak_bytes=peak,
-        skipped=_skipped(epochs),
+        skipped=dict(total),
         joules_per_epoch=watts * per_epoch if watts and per_epoch else None,
         observed=observed[-1] if observed else "",
         conditions={name: start[name] for name in _FACTS},
@@ -106,13 +109,6 @@ def _curve(events: Sequence[Event]) -> tuple[tuple[float, float], ...]:
         return tuple(validated)
     steps = [(float(event["time"]), to_float(event["loss"])) for event in _all(events, "step")]
     return smoothed(steps, max(1, min(_SMOOTH, len(steps) // 5)))
-
-
-def _skipped(epochs: Sequence[Event]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for event in epochs:
-        total.update(event["skipped"])
-    return dict(total)
 
 
 _LAST_WORDS = 4000

@@ -250,7 +250,7 @@ def _advice(setting: StepSetting, has_optimizer: bool, ledger: Callable[[StepSet
     """Return what to type in Python where a setting does not run: a change with which it does, or how to find out."""
     plain = replace(setting, batch=None, recompute=False, channels_last=False)
     tried = {
-        "batch_size=2 runs: one sample alone has no spread to normalise by": replace(setting, batch=2),
+        "batch_size=2 runs: one sample alone has no spread to normalize by": replace(setting, batch=2),
         "it runs with batch_size, recompute and channels_last left out": plain,
     }
     for do, other in tried.items():

@@ -174,7 +174,7 @@ class _Making:
         except Exception as error:
             samples = taken_as_samples(self.case.batch) if setting.batch != self._own_batch else []
             do = (
-                "--batch 2 runs: one sample alone has no spread to normalise by"
+                "--batch 2 runs: one sample alone has no spread to normalize by"
                 if self._two_run(setting, ledger)
                 else ""
             )

@@ -99,7 +99,7 @@ def _splits(choice: Cell, baseline: StepSetting, cells: Cells, facts: CaseFacts)
     if baseline.batch != facts.now.batch:
         text += f"; {split(facts.now)} does not fit in fp32"
     if facts.has_batch_norm and setting.batch != facts.now.batch:
-        text += "; batch normalisation averages over a micro-batch, so this changes it"
+        text += "; batch normalization averages over a micro-batch, so this changes it"
     return text
 
 

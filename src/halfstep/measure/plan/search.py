@@ -280,7 +280,7 @@ WARM_UP = 500
 """Warm-up updates before a larger learning rate, in a run that is long enough."""
 WARM_UP_SHARE = 0.1
 """The largest share of a run that warm-up may take."""
-NOTE = "changes the optimisation: fewer and larger updates, so accuracy has to be looked at again"
+NOTE = "changes the optimization: fewer and larger updates, so accuracy has to be looked at again"
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ class Growth(JsonResult):
         """Return what it would change, in one line."""
         now = (self.setting.batch or 1) // self.factor
         return (
-            f"changes the optimisation: batch {now} -> {self.setting.batch}, "
+            f"changes the optimization: batch {now} -> {self.setting.batch}, "
             f"learning rate {self.learning_rate:g}, {self.warmup_steps} updates of warm-up"
         )
 

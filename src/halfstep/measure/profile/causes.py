@@ -113,7 +113,7 @@ def unexplained(facts: ProfileFacts) -> Cause | None:
     if feeding is None or not feeding.wait_share >= NOTICEABLE:
         return None
     return Cause(
-        "no-cause",
+        "unexplained",
         f"waiting for data takes {feeding.wait_share:.0%} of a step, though {several(feeding.workers, 'worker')} "
         "should be enough",
         _reading(feeding),
@@ -544,7 +544,7 @@ def _slow(facts: ProfileFacts, race: StepTimes) -> Cause:
         return Cause("copies", sentence, _where(facts), do, next_command.planned(facts), facts.shares.get(COPIES, 0.0))
     sentence = f"{_gain(facts, race)}, and no single cause stands out"
     return Cause(
-        "no-cause",
+        "unexplained",
         sentence,
         "; ".join(filter(None, (_where(facts), bound))),
         "compare settings",

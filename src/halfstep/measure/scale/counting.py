@@ -1,7 +1,7 @@
 """Count the state and the collectives of one rank, on a process group without peers and tensors without memory.
 
 torch's own `fully_shard` divides the parameters and sends them, so the padding of a parameter with fewer rows than
-ranks is torch's too. Sizes come from rank 0, which has the most. Nothing is modelled here but DDP, which does not run
+ranks is torch's too. Sizes come from rank 0, which has the most. Nothing is modeled here but DDP, which does not run
 on such a group: its buckets are those that torch computes.
 """
 

@@ -28,7 +28,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Ranks in the order of their nodes; `shard_size` neighbouring ones hold the model together, in several copies.
+    """Ranks in the order of their nodes; `shard_size` neighboring ones hold the model together, in several copies.
 
     `shard_size` is 1 under DDP, the world under FSDP, and between them under HSDP.
     """

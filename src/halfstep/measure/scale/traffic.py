@@ -97,7 +97,7 @@ def by_kind(collectives: Sequence[Collective]) -> list[CollectiveTraffic]:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The modelled seconds of a step."""
+    """The modeled seconds of a step."""
 
     computing: float
     communication: float
@@ -106,7 +106,7 @@ class StepSeconds:
 
 
 def times(counted: RankCounts, links: Links | None, microbatches: int) -> StepSeconds | None:
-    """Return the modelled seconds of a step; None where the links are not known.
+    """Return the modeled seconds of a step; None where the links are not known.
 
     FSDP2 and DDP communicate while they compute: the forward hides what comes in forward, and the backward, taken as
     twice the forward, what comes in backward.

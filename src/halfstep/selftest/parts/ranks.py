@@ -1,4 +1,4 @@
-"""Several ranks take one decision: a NaN or an error on one of them is everyone's."""
+"""Several ranks make one decision: a NaN or an error on one skips or fails the step on all."""
 
 from __future__ import annotations
 

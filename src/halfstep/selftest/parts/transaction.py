@@ -20,7 +20,7 @@ _ATTEMPTS = 30
 """A loss scale in fp16 may have to fall before the first update."""
 
 
-class _Planted(Exception):
+class _LossRaised(Exception):
     """The error that the loss function raises."""
 
 
@@ -77,7 +77,7 @@ def _check(trained: _Trained) -> int:
     _unmoved(trained, moved, f"{name}: a skipped step moved")
     try:
         trained.stepper.step(_raising, batch(trained.device, seed=3))
-    except _Planted:
+    except _LossRaised:
         _unmoved(trained, moved, f"{name}: a step that ended in an error moved")
     else:
         raise PartFailed(f"{name}: an error of the loss function was lost")
@@ -87,7 +87,7 @@ def _check(trained: _Trained) -> int:
 
 def _raising(model: nn.Module, batch: Batch) -> Tensor:
     classified(model, batch)  # the forward pass has moved the running statistics by now
-    raise _Planted
+    raise _LossRaised
 
 
 def _unmoved(trained: _Trained, before: Mapping[str, object], otherwise: str) -> None:

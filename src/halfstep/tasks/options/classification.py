@@ -35,7 +35,7 @@ class ClassificationData(DataOptions):
     crop: Literal["resize", "shift"] = "resize"
     """Training crops: `resize` a random part of an image, or `shift` a small image by up to an eighth of its size."""
     augment: Literal["none", "flip", "randaugment"] = "flip"
-    """`none` shows whole images, `flip` crops and flips them, `randaugment` also changes their colour and shape."""
+    """`none` shows whole images, `flip` crops and flips them, `randaugment` also changes their color and shape."""
     mixup: NonNegativeFloat = 0.0
     """Alpha of mixup, which blends two images and their labels; 0 is off. With cutmix too, each batch draws one."""
     cutmix: NonNegativeFloat = 0.0
@@ -60,6 +60,6 @@ def check(recipe: Any) -> None:
     if data.augment == "randaugment" and data.channels not in (1, 3):
         raise BadRecipe(
             f"data.augment=randaugment with data.channels={data.channels}",
-            allowed="grey or colour: 1 or 3 channels",
+            allowed="gray or color: 1 or 3 channels",
             do="write data.augment=flip",
         )

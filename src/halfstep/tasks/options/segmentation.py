@@ -41,7 +41,7 @@ class SegmentationData(DataOptions):
     ignore_index: Annotated[int, Field(ge=0, le=255)] | None = None
     """The value of mask pixels without a class, which the loss ignores."""
     palette: list[Colour] | None = None
-    """The colours that stand for the classes, where masks are in colour: red, green and blue for each class."""
+    """The colors that stand for the classes, where masks are in color: red, green and blue for each class."""
     max_side: PositiveInt | None = None
     """Images whose longer side has more pixels are shrunk to it, with their masks; predictions have the full size."""
     crop: PositiveInt = 256
@@ -49,9 +49,9 @@ class SegmentationData(DataOptions):
     tile: PositiveInt = 512
     """Larger images are evaluated and predicted in tiles of this size."""
     overlap: NonNegativeInt = 64
-    """Pixels that neighbouring tiles share."""
+    """Pixels that neighboring tiles share."""
     augment: bool = True
-    """Flip crops, and change their brightness, contrast and saturation a little where they are in colour."""
+    """Flip crops, and change their brightness, contrast and saturation a little where they are in color."""
     size: PositiveInt = 64
     """shapes: the size of an image."""
     samples: Annotated[int, Field(ge=2, le=MOST_DRAWN)] = 256

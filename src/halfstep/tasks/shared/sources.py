@@ -60,7 +60,9 @@ def clips_in(place: Path, data: Any) -> Windows:
 
     Raise `BadData` where there are none.
     """
-    are_videos = _is_video(place) if place.is_file() else bool(files(existing(place, "the folder"), SUFFIXES))
+    are_videos = (
+        place.suffix.lower() in SUFFIXES if place.is_file() else bool(files(existing(place, "the folder"), SUFFIXES))
+    )
     if not are_videos and (place.is_file() or not image_files(place)):
         raise BadData(f"{place} holds no clip", allowed=CLIPS, do="give the path of one of these")
     return _windows(place, data, are_videos)
@@ -80,10 +82,6 @@ def _movi_shards(data: Any, split: Split) -> MoviShards:
 
     named = data.val if split == "val" and isinstance(data.val, str) else "train"
     return MoviShards(data_place(data.path), named)
-
-
-def _is_video(file: Path) -> bool:
-    return file.suffix.lower() in SUFFIXES
 
 
 def _windows(root: Path, data: Any, are_videos: bool) -> Windows:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep.doctor.code.facts import Facts
 from halfstep.doctor.code.formats import cast_to
 from halfstep.doctor.code.patch import Patch
-from halfstep.doctor.code.trained import Trained, half_trained
+from halfstep.doctor.code.trained import Fp16Optimizer, half_trained
 from halfstep.doctor.located import LocatedFinding
 
 
@@ -27,7 +27,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         )
 
 
-def _left_wide(facts: Facts, found: Trained) -> Patch:
+def _left_wide(facts: Facts, found: Fp16Optimizer) -> Patch:
     """Return the patch that takes the cast away, where nothing else in the file is cast to match."""
     script, patch = facts.script, facts.script.patch()
     others = [call for call in script.calls() if cast_to(script, call) == "fp16" and call is not found.cast]

@@ -55,7 +55,9 @@ def _saves_scaler(facts: Facts) -> bool:
         path = receiver(call) or ""
         if method(call) in ("state_dict", "load_state_dict") and (path in paths or _SCALER.search(path)):
             return True
-        if _SAVES.search(_called(call)) and any(_is_scaler(one, paths) for one in _arguments(call)):
+        if _SAVES.search(_called(call)) and any(
+            _is_scaler(one, paths) for one in [*call.args, *(keyword.value for keyword in call.keywords)]
+        ):
             return True
     values = (value for node in script.every(ast.Dict) for value in node.values)
     return any(_is_scaler(value, paths) for value in values) or any(map(_names_state, script.every(ast.Constant)))
@@ -63,10 +65,6 @@ def _saves_scaler(facts: Facts) -> bool:
 
 def _names_state(node: ast.Constant) -> bool:
     return isinstance(node.value, str) and node.value in ("scaler", "amp", "grad_scaler", "scaler_state_dict")
-
-
-def _arguments(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def _is_scaler(node: ast.expr, paths: set[str]) -> bool:
