@@ -154,17 +154,16 @@ class Shards:
         `content` reads those that are left out: from the first one on that is not as it was, or beyond `MOST_AHEAD`.
         """
         self._ahead.clear()
-        wanted, room, shard = (True, *self._kinds), MOST_AHEAD, -1
-        handle: int | None = None
+        wanted, room, shard, handle = (True, *self._kinds), MOST_AHEAD, -1, -1
         try:
             places = sorted(range(len(numbers)), key=numbers.__getitem__)
             for place, row in zip(places, self.index.rows([numbers[place] for place in places]), strict=True):
                 yield place
                 room -= row.image_size + max(row.mask_size, 0)
                 if row.shard != shard:
-                    if handle is not None:
+                    if handle >= 0:
                         os.close(handle)
-                    shard, handle = row.shard, None
+                    shard, handle = row.shard, -1
                     handle = os.open(self._start_of_paths + self.index.names[shard], READ)
                     if not self.is_as_before(shard, FileState.of(os.fstat(handle))):
                         break
@@ -174,7 +173,7 @@ class Shards:
         except (OSError, EOFError, BadData):
             pass
         finally:
-            if handle is not None:
+            if handle >= 0:
                 os.close(handle)
 
     def _check_sizes(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool]) -> None:

@@ -141,7 +141,7 @@ def convert_layers(model: nn.Module, kinds: Mapping[str, str]) -> None:
             emulated[place] = _is_emulated(*place)
         converted, attributes = computing_in(kind, emulate=emulated[place])
         own = type(layer)
-        layer.__class__ = converted if own is nn.Linear else _sharded(own, converted)
+        layer.__class__ = converted if own is nn.Linear else _sharded(own, converted)  # type: ignore[arg-type]  # a class can be hashed
         vars(layer).update(attributes)
         setattr(layer, _MARK, (kind, tuple(attributes), own))
 

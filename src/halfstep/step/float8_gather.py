@@ -58,7 +58,8 @@ class _Float8Weight:
     def amax(self) -> Tensor:
         """Return the largest absolute value of this shard in the format that it would be gathered in."""
         # Rounding is monotonic, so that the largest number rounded is the largest rounded number.
-        return torch.linalg.vector_norm(self._values(), math.inf, dtype=torch.float32)
+        largest: Tensor = torch.linalg.vector_norm(self._values(), math.inf, dtype=torch.float32)
+        return largest
 
     def scale_by(self, amax: Tensor) -> None:
         self._scale, self._version = amax_to_scale(amax, self._format), self.version
