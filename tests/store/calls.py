@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import signal
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -148,3 +150,10 @@ def index_set(request: Mapping[str, Any]) -> None:
     with tempfile.NamedTemporaryFile() as file:
         build(shards, Path(file.name), lambda done, of: None)
         shards.store.put(shards.index_name, Path(file.name).read_bytes())
+
+
+def half_a_reply(request: Mapping[str, Any]) -> None:
+    """Be killed in the middle of a reply."""
+    pipes = [int(one) for one in os.listdir("/proc/self/fd") if int(one) > 2]
+    os.write(next(one for one in pipes if os.readlink(f"/proc/self/fd/{one}").startswith("pipe")), b'{"done": "ha')
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -44,6 +44,8 @@ class ChunkCache:
             os.utime(self.folder / name)
         except FileNotFoundError:
             return False
+        except OSError:  # a cache that this user may read alone
+            return os.path.exists(self.folder / name)
         return True
 
     def keep(self, name: str, content: bytes) -> None:
@@ -51,7 +53,7 @@ class ChunkCache:
         try:
             with self._alone() as lock:
                 noted = os.pread(lock, 20, 0)
-                used = int(noted) if noted else self.used()
+                used = int(noted) if noted.isdigit() else self.used()  # zeros after a power cut
                 if used + len(content) > self._most(used):
                     used = self._make_room(len(content))
                 # Before the chunk: a process that is killed in between counts too much, until the next removal.

@@ -5,9 +5,11 @@ The functions with a `request` run in the store's process, or in a data worker.
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -134,6 +136,8 @@ def _local_index(shards: StoredShards) -> Path:
             allowed="the index of the shards next to it",
             do=f"halfstep data index {shards.place}",
         )
+    with suppress(OSError):
+        os.utime(kept)  # it is in use
     return kept
 
 
@@ -197,6 +201,8 @@ class ChunksRequest(Place):
 def fetch_chunks(request: ChunksRequest) -> None:
     """Read chunks into the cache, several at a time; every sample is compared with its digest before."""
     store, index = _store(request["address"], request["patience"]), _index(request["index"])
+    with suppress(OSError):
+        os.utime(request["index"])  # it is in use: `sweep` removes indexes that nothing has used for long
     cache = ChunkCache(Path(request["folder"]), request["limit"])
     chunks = [Chunk(*one) for one in request["chunks"]]
     if len(chunks) == 1:

@@ -35,7 +35,7 @@ LARGEST_OBJECT = 64 * 2**20
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
 
 UNREACHABLE, DENIED, MISSING, CHANGED, EXISTS = "unreachable", "denied", "missing", "changed", "exists"
-SHORT, NO_RANGES = "short", "no-ranges"
+SHORT, NO_RANGES, ODD_KEY = "short", "no-ranges", "odd-key"
 _PASSING = (UNREACHABLE, SHORT)
 """The kinds of failure that another request may not have."""
 _WORDS = {
@@ -45,12 +45,14 @@ _WORDS = {
     CHANGED: "was replaced while it was read or written",
     EXISTS: "exists already",
     SHORT: "was answered with another number of bytes than were asked for",
+    ODD_KEY: "holds an object that cannot be listed: its key has an empty part, such as a//b",
     NO_RANGES: "was answered as a whole where a range was asked for: this store does not answer ranges with 206",
 }
 _DO = {
     DENIED: "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or attach a role with Get, Put, Delete and List",
     MISSING: "check the bucket and the prefix",
     UNREACHABLE: "check the name of the bucket, the network and AWS_ENDPOINT_URL, and try again",
+    ODD_KEY: "rename the object, or use an address below which there is none",
     NO_RANGES: "use a store that answers ranges; halfstep doctor ADDRESS checks it",
 }
 
@@ -302,6 +304,7 @@ class Store:
             (exceptions.PreconditionError, CHANGED),
             (exceptions.PermissionDeniedError, DENIED),
             (exceptions.UnauthenticatedError, DENIED),
+            (exceptions.InvalidPathError, ODD_KEY),
         ]
         return next((kind for known, kind in kinds if isinstance(error, known)), UNREACHABLE)
 

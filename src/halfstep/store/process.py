@@ -56,7 +56,7 @@ class StoreProcess:
                 line = self._child.stdout.readline()
             except (OSError, ValueError):
                 line = ""
-        if not line:
+        if not line.endswith("\n"):  # a part of a reply, too
             self._end()
             raise StoreFailed(
                 "the process for the object store ended in the middle of a request",

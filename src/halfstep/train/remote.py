@@ -20,7 +20,7 @@ from halfstep.journal.jsonl import JOURNAL, LOG
 from halfstep.launch_variables import launched_rank
 from halfstep.status_line import Now
 from halfstep.store.address import check_installed, parse_address
-from halfstep.store.process import LOST, StoreProcess
+from halfstep.store.process import BUG, LOST, StoreProcess
 from halfstep.train.remote_generations import BEST, DAMAGED, LEASE, TAKEN, Known, Lease, Restored, UploadRequest
 from halfstep.train.run_folder import RECIPE, RESTORING
 
@@ -201,14 +201,18 @@ class Remote:
             try:
                 lease = self._lease or self._take(self._patience)
                 uploaded = self._process.call(f"{GENERATIONS}:upload", self._request(lease, generation, withdrawn))
-            except (OSError, FolderLost):
-                return  # the run's own disk fails, or is lost: its next save tells
-            except StoreFailed as failure:
+            except FolderLost:
+                with self._changed:
+                    self._is_over = True  # the run's next save tells
+                return
+            except (OSError, StoreFailed) as error:
+                # An OSError: no memory for the process, or no room for the run's own files.
+                failure = error if isinstance(error, StoreFailed) else StoreFailed(str(error), kind=BUG)
                 if self._is_over:
                     return
                 self._failure = failure if failure.kind != LOST else self._failure
                 with self._changed:
-                    self._is_over = failure.kind == TAKEN
+                    self._is_over |= failure.kind == TAKEN
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: self._is_over, PAUSES[min(failures, len(PAUSES) - 1)])
                 failures += 1
