@@ -80,6 +80,7 @@ def test_a_killed_process_fails_one_call_and_is_started_again(in_store: InStore)
     assert not psutil.pid_exists(process.pid) or psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.full
 def test_a_reply_that_is_cut_off_is_a_lost_process(in_store: InStore) -> None:
     process = StoreProcess()
     try:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from halfstep.data import shard_index, store_shards
 from halfstep.data import shards as shards_module
 from halfstep.data.chunk_cache import ChunkCache
-from halfstep.data.dataset import BadSample, split
+from halfstep.data.dataset import BadSample, Samples, split
 from halfstep.data.shard_check import shard_change
 from halfstep.data.shards import OTHER_BYTES, Shards
 from halfstep.data.store_shards import StoreShards
@@ -58,11 +58,10 @@ def uploaded(in_store: InStore, local: Path, index: bool = True) -> str:
     return in_store.address
 
 
-def trained(folder: Path, path: str | Path, **settings: Any) -> dict[str, Any]:
-    given = {"data.path": str(path), "data.window": 4, "train.seed": 7, "store.patience": 20.0}
-    found = launched(
-        0, str(folder), {**given, "train.steps": 130, **{k.replace("__", "."): v for k, v in settings.items()}}
-    )
+def trained(folder: Path, path: str | Path, kill_at: int | None = None, **settings: Any) -> dict[str, Any]:
+    given = {"data.path": str(path), "data.window": 4, "train.seed": 7, "store.patience": 20.0, "train.steps": 130}
+    given |= {name.replace("__", "."): value for name, value in settings.items()}
+    found = launched(0, str(folder), given, kill_at=kill_at)
     lines = (
         [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()] if found["code"] == 0 else []
     )
@@ -248,6 +247,22 @@ def test_what_a_store_cannot_have_is_refused(in_store: InStore, local: Path, tmp
         code, _, err = Command(*command).ended()
         assert code in (65, 78), (words, err)
         assert "data.path" in err
+
+
+def test_a_store_that_does_not_answer_is_waited_for_once_for_a_batch() -> None:
+    class Down:
+        asked = 0
+
+        def __len__(self) -> int:
+            return 8
+
+        def read(self, index: int) -> Any:
+            self.asked += 1
+            raise StoreFailed("s3://bkt/x cannot be reached")
+
+    source = Down()
+    items = Samples(source, lambda sample: sample, 0).__getitems__([(0, n) for n in range(8)])  # type: ignore[arg-type]
+    assert ([item.error is None for item in items], source.asked) == ([False], 1)
 
 
 def test_an_index_that_is_in_use_is_no_old_one(in_store: InStore, local: Path, tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ class ChunkCache:
             if used + size <= most:
                 return used
             if not used or time.monotonic() > until:
-                raise self.failed(f"{max(most, 0):,} bytes are allowed or free, of which {used:,} are being read")
+                free = f"{max(most, 0):,} bytes are allowed or free, besides {KEPT_FREE:,} for others"
+                raise self.failed(f"{free}, and {used:,} of them are being read")
             time.sleep(0.02)
 
     def _chunks(self) -> list[tuple[int, int, Path]]:

@@ -438,10 +438,16 @@ class KeyedDataset(Dataset[ReadSample]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[Key]) -> list[ReadSample]:
-        """Return the items of a batch; DataLoader calls it once per batch."""
+        """Return the items of a batch, up to the first error; DataLoader calls it once per batch."""
+        items: list[ReadSample] = []
         try:
             with generators_aside():
-                return [self._item(*key) for key in keys]
+                for key in keys:
+                    items.append(self._item(*key))
+                    # It ends the run; each further sample would be waited for as long, where a store does not answer.
+                    if items[-1].error is not None:
+                        break
+            return items
         finally:
             if self.begin is not None:
                 self.begin(self.IDLE)

@@ -114,10 +114,11 @@ def _local_index(shards: StoredShards) -> Path:
     index, newest = shards.index, max(shards.objects, key=lambda one: one.modified)
     if index is None or index.modified < newest.modified:
         older = f"an index that is older than {newest.key}" if index else f"no index {shards.index_name}"
+        again = f", or copy {index.key} there again if it is the index of these shards" if index else ""
         raise BadData(
             f"{shards.store.address} has {older}",
             allowed="shards with an index, which names the bytes of each sample",
-            do=f"halfstep data index {shards.place}",
+            do=f"halfstep data index {shards.place}{again}",
         )
     digest = blake2b(f"{shards.key()} {index.tag}".encode(), digest_size=16).hexdigest()
     kept = cache_folder() / "shards" / f"{digest}{SUFFIX}"

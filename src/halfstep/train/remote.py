@@ -14,7 +14,7 @@ from typing import Any
 
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk, generations
 from halfstep.errors import CANNOT_CREATE, FolderLost, FolderTaken, NoCheckpoint, StoreFailed, reason_in
-from halfstep.files import known_fields, read_json, write_json
+from halfstep.files import known_fields, read_json, storing, write_json
 from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import JOURNAL, LOG
 from halfstep.launch_variables import launched_rank
@@ -103,7 +103,8 @@ class Remote:
         if kept.remote == self.address:
             self._known = Known(kept.run, kept.number)
         # Before the claim: a launch that is killed after it must be recognized by the next one.
-        self._keep_known(self._known or Known(secrets.token_hex(8), 0))
+        with storing(f"{folder / LEASE} cannot be written", allowed="a disk with room", do="make room there"):
+            self._keep_known(self._known or Known(secrets.token_hex(8), 0))
         has_own = bool(generations(folder / CHECKPOINTS))
         try:
             self._take(min(self._patience, AT_START) if has_own else self._patience)
