@@ -56,6 +56,7 @@ def test_a_store_that_ignores_conditions_keeps_a_run(tmp_path: Path, monkeypatch
 
 
 def until_killed(folder: Path, address: str, settings: dict[str, Any], step: int) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # for data workers, as in a process that was not spawned
     shards_module.CHUNK_BYTES = 1
     trained(folder, address, kill_at=step, **settings)
 
