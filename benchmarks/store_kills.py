@@ -148,7 +148,9 @@ def kill(story: Story, longest: float) -> None:
         helper.kill()
     if what in ("trainer", "both"):
         command.send_signal(signal.SIGKILL)
-        command.ended(WHOLE)
+        if command.ended(WHOLE)[0] == 0:  # just before
+            story.compare()
+            return
         if story.found.kills % 2 and story.run.exists():
             story.empty()
     story.found.kills += 1
@@ -157,8 +159,10 @@ def kill(story: Story, longest: float) -> None:
         # The run continues and starts another uploader; it is stopped later, for the next kill to find it training.
         time.sleep(story.draw.uniform(1.0, 4.0))
         command.send_signal(signal.SIGKILL)
-        command.ended(WHOLE)
-        story.audit()
+        if command.ended(WHOLE)[0] == 0:
+            story.compare()
+        else:
+            story.audit()
 
 
 def told(kills: Kills) -> Kills:

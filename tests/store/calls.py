@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import signal
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +13,9 @@ from typing import Any
 
 from halfstep.data.shard_index import build
 from halfstep.data.store_set import find_shards
+from halfstep.errors import StoreFailed
 from halfstep.store.address import parse_address
-from halfstep.store.objects import Store
+from halfstep.store.objects import MISSING, Store
 from halfstep.train.remote_generations import Damaged, committed, read_commit, read_owner
 
 SIZE = 200_000
@@ -124,8 +127,14 @@ def audit(request: Mapping[str, Any]) -> dict[str, list[str]]:
             is_whole = all(_digest(store, key, size) == digest for key, size, digest in seals)
         except Damaged:
             is_whole = False
+        except StoreFailed as failure:
+            if failure.kind != MISSING:
+                raise
+            is_whole = False
         (whole if is_whole else torn).append(one.key)
-    return {"whole": whole, "torn": torn}
+    # Retention may have removed one meanwhile, its commit first: with no commit it is no checkpoint.
+    left = {one.key for one in committed(store, read_owner(store)[0])} if torn else set()
+    return {"whole": whole, "torn": [one for one in torn if one in left]}
 
 
 def _digest(store: Store, key: str, size: int) -> str:
@@ -148,3 +157,10 @@ def index_set(request: Mapping[str, Any]) -> None:
     with tempfile.NamedTemporaryFile() as file:
         build(shards, Path(file.name), lambda done, of: None)
         shards.store.put(shards.index_name, Path(file.name).read_bytes())
+
+
+def half_a_reply(request: Mapping[str, Any]) -> None:
+    """Be killed in the middle of a reply."""
+    pipes = [int(one) for one in os.listdir("/proc/self/fd") if int(one) > 2]
+    os.write(next(one for one in pipes if os.readlink(f"/proc/self/fd/{one}").startswith("pipe")), b'{"done": "ha')
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -80,6 +80,18 @@ def test_a_killed_process_fails_one_call_and_is_started_again(in_store: InStore)
     assert not psutil.pid_exists(process.pid) or psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.full
+def test_a_reply_that_is_cut_off_is_a_lost_process(in_store: InStore) -> None:
+    process = StoreProcess()
+    try:
+        with pytest.raises(StoreFailed) as caught:
+            process.call("tests.store.calls:half_a_reply", {})
+        assert caught.value.kind == LOST
+        assert process.call("tests.store.calls:keys", {"address": in_store.address}) == []
+    finally:
+        process.close()
+
+
 def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     code = (
         "import os, sys, time\nfrom halfstep.store.process import StoreProcess\n"

@@ -265,6 +265,25 @@ def test_a_store_that_comes_back_gets_the_newest_checkpoint(
     assert any("uploads work again" in text for text in notes(tmp_path / "first", "info"))
 
 
+@pytest.mark.full
+def test_a_process_that_cannot_be_started_for_a_while_costs_no_run(
+    in_store: InStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PAUSES", (0.01,))
+    original, failures = remote.StoreProcess.call, [OSError(12, "Cannot allocate memory")] * 3
+
+    def call(self: Any, function: str, request: Any) -> Any:
+        if failures and function.endswith(":upload"):
+            raise failures.pop()
+        return original(self, function, request)
+
+    monkeypatch.setattr(remote.StoreProcess, "call", call)
+    fit(tmp_path / "first", in_store)
+    assert not failures
+    newest = sorted(path.name for path in (tmp_path / "first" / "run" / "checkpoints").iterdir())[-1]
+    assert local(generations_in(in_store)[0]) == newest
+
+
 @pytest.mark.wording
 def test_an_address_with_credentials_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(WrongUse) as caught:

@@ -109,6 +109,10 @@ def test_no_canary_is_anywhere_where_samples_are_read(
     texts.append((out + err).encode())
     code, out, err = Command(*train, "train.steps=3", f"run.dir={tmp_path / 'good'}").ended()
     assert code == 0, err
+    for words in (("verify", tmp_path / "good", "--data"), ("--debug", "evaluate", tmp_path / "good", "--json")):
+        code, more, wrong = Command(*words, environment=dead).ended()
+        assert code in (70, 74), (words, code, more, wrong)
+        texts.append((more + wrong).encode())
     texts += [(out + err).encode(), *(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())]
     texts += [in_store("text_or_nothing", key=key).encode() for key in in_store("keys")]
     assert len(list((tmp_path / "cache" / "halfstep" / "chunks").iterdir())) > 1

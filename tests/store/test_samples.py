@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from halfstep.data import shard_index, store_shards
 from halfstep.data import shards as shards_module
-from halfstep.data import store_shards
 from halfstep.data.chunk_cache import ChunkCache
-from halfstep.data.dataset import BadSample, split
+from halfstep.data.dataset import BadSample, Samples, split
 from halfstep.data.shard_check import shard_change
 from halfstep.data.shards import OTHER_BYTES, Shards
 from halfstep.data.store_shards import StoreShards
@@ -57,11 +58,10 @@ def uploaded(in_store: InStore, local: Path, index: bool = True) -> str:
     return in_store.address
 
 
-def trained(folder: Path, path: str | Path, **settings: Any) -> dict[str, Any]:
-    given = {"data.path": str(path), "data.window": 4, "train.seed": 7, "store.patience": 20.0}
-    found = launched(
-        0, str(folder), {**given, "train.steps": 130, **{k.replace("__", "."): v for k, v in settings.items()}}
-    )
+def trained(folder: Path, path: str | Path, kill_at: int | None = None, **settings: Any) -> dict[str, Any]:
+    given = {"data.path": str(path), "data.window": 4, "train.seed": 7, "store.patience": 20.0, "train.steps": 130}
+    given |= {name.replace("__", "."): value for name, value in settings.items()}
+    found = launched(0, str(folder), given, kill_at=kill_at)
     lines = (
         [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()] if found["code"] == 0 else []
     )
@@ -252,6 +252,45 @@ def test_what_a_store_cannot_have_is_refused(in_store: InStore, local: Path, tmp
         assert "data.path" in err
 
 
+def test_a_store_that_does_not_answer_is_waited_for_once_for_a_batch() -> None:
+    class Down:
+        asked = 0
+
+        def __len__(self) -> int:
+            return 8
+
+        def read(self, index: int) -> Any:
+            self.asked += 1
+            raise StoreFailed("s3://bkt/x cannot be reached")
+
+    source = Down()
+    items = Samples(source, lambda sample: sample, 0).__getitems__([(0, n) for n in range(8)])  # type: ignore[arg-type]
+    assert ([item.error is None for item in items], source.asked) == ([False], 1)
+
+
+def test_an_index_that_is_in_use_is_no_old_one(in_store: InStore, local: Path, tmp_path: Path) -> None:
+    address = uploaded(in_store, local)
+    source = StoreShards(address)
+    kept = source.index.path
+    assert kept is not None
+    for work in (lambda: source.announce([(0, 16)], int), lambda: StoreShards(address)):
+        os.utime(kept, (0, 0))
+        work()
+        shard_index.sweep(tmp_path / "cache" / "halfstep" / "shards" / "other.index")
+        assert kept.exists()
+
+
+def test_an_object_that_cannot_be_listed_is_named_at_once(in_store: InStore, local: Path) -> None:
+    address = uploaded(in_store, local)
+    bucket, key = address.removeprefix("s3://").split("/")
+    target = f"http://127.0.0.1:{in_store.proxy.upstream}/{bucket}/{key}/a//b"
+    urllib.request.urlopen(urllib.request.Request(target, b"x", method="PUT")).read()
+    with pytest.raises(StoreFailed) as caught:
+        StoreShards(address)
+    assert caught.value.kind == "odd-key"
+    assert in_store.proxy.requests(GET) == 1, "it is not repeated"
+
+
 # -- the cache --------------------------------------------------------------------------------------------------------
 
 
@@ -314,3 +353,19 @@ def test_many_writers_never_exceed_the_limit(tmp_path: Path) -> None:
     watcher.join()
     assert over == []
     assert len(chunks(tmp_path)) == 3
+
+
+def test_a_cache_that_this_user_may_only_read_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ChunkCache(tmp_path, 3000)
+    cache.keep("a1", b"a1")
+    (tmp_path / "size.lock").write_bytes(bytes(20))  # as after a power cut
+    cache.keep("b2", b"b2")
+    assert chunks(tmp_path) == ["a1", "b2"]
+
+    def refuse(path: Any) -> None:
+        os.stat(path)
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert cache.touch("a1")
+    assert not cache.touch("c3")

@@ -49,6 +49,12 @@ def test_a_store_that_refuses(in_store: InStore) -> None:
     assert (code, json.loads(out)["kind"]) == (74, "denied")
 
 
+def test_a_store_that_removes_nothing(in_store: InStore) -> None:
+    in_store.proxy.plan[:] = [Planned("POST", "403*", "/probe-")]
+    code, out, _ = doctor(in_store.address, "--json")
+    assert (code, json.loads(out)["kind"], json.loads(out)["honours_conditions"]) == (74, "denied", True)
+
+
 def with_little_patience() -> None:
     store_check.check_store.__defaults__ = (2.0,)
 

@@ -21,7 +21,10 @@ FOREVER = 3600.0
 
 
 class Planned(NamedTuple):
-    """A fault for a request of this method whose path holds this text; `*` at the end: for all such requests."""
+    """A fault for a request of this method whose path holds this text; `*` at the end: for all such requests.
+
+    A removal is a POST with the keys in its body, which count as its path.
+    """
 
     method: str
     fault: str
@@ -80,8 +83,9 @@ class Proxy:
         writer.close()
 
     def _fault_for(self, request: Request) -> str:
+        path = request.path + (request.body.decode("latin-1") if "?delete" in request.path else "")
         for planned in self.plan:
-            if planned.method in (request.method, "*") and planned.match in request.path:
+            if planned.method in (request.method, "*") and planned.match in path:
                 if not planned.fault.endswith("*"):
                     self.plan.remove(planned)
                 return planned.fault.rstrip("*")
@@ -93,8 +97,9 @@ class Proxy:
             await asyncio.sleep(FOREVER)
         if fault == "reset":
             return _reset(writer)
-        if fault in ERRORS:
-            await _send(writer, _error(fault, request.method))
+        if fault in ERRORS or fault == "not-done":
+            done = b'HTTP/1.1 200 OK\r\nETag: "0"\r\nContent-Length: 0\r\n\r\n'
+            await _send(writer, _error(fault, request.method) if fault in ERRORS else done)
             return False
         head, body = await self._asked(request, is_whole=fault == "whole")
         half = len(body) // 2

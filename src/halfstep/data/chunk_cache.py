@@ -44,6 +44,8 @@ class ChunkCache:
             os.utime(self.folder / name)
         except FileNotFoundError:
             return False
+        except OSError:  # a cache that this user may read alone
+            return os.path.exists(self.folder / name)
         return True
 
     def keep(self, name: str, content: bytes) -> None:
@@ -51,7 +53,7 @@ class ChunkCache:
         try:
             with self._alone() as lock:
                 noted = os.pread(lock, 20, 0)
-                used = int(noted) if noted else self.used()
+                used = int(noted) if noted.isdigit() else self.used()  # zeros after a power cut
                 if used + len(content) > self._most(used):
                     used = self._make_room(len(content))
                 # Before the chunk: a process that is killed in between counts too much, until the next removal.
@@ -92,7 +94,8 @@ class ChunkCache:
             if used + size <= most:
                 return used
             if not used or time.monotonic() > until:
-                raise self.failed(f"{max(most, 0):,} bytes are allowed or free, of which {used:,} are being read")
+                free = f"{max(most, 0):,} bytes are allowed or free, besides {KEPT_FREE:,} for others"
+                raise self.failed(f"{free}, and {used:,} of them are being read")
             time.sleep(0.02)
 
     def _chunks(self) -> list[tuple[int, int, Path]]:

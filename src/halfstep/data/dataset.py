@@ -450,14 +450,20 @@ class KeyedDataset(Dataset[ReadSample]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[Key]) -> list[ReadSample]:
-        """Return the items of a batch; DataLoader calls it once per batch."""
+        """Return the items of a batch, up to the first error; DataLoader calls it once per batch."""
+        items: list[ReadSample] = []
         try:
             with generators_aside():
                 numbers = [number for _, number in keys if number not in self.too_slow]
                 for place in ahead(self.source, numbers):
                     if self.begin is not None:
                         self.begin(numbers[place])
-                return [self._item(*key) for key in keys]
+                for key in keys:
+                    items.append(self._item(*key))
+                    # It ends the run; each further sample would be waited for as long, where a store does not answer.
+                    if items[-1].error is not None:
+                        break
+            return items
         finally:
             if self.begin is not None:
                 self.begin(self.IDLE)

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from halfstep.data.file_state import FileState
@@ -91,9 +90,12 @@ class Announcer:
     def _announce_all(self) -> None:
         while self._waiting:
             some = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
-            # A chunk that cannot be announced is read all the same, and its samples report the error.
-            with suppress(Exception):
+            try:
                 self._announce(some)
+            except Exception:
+                # A chunk that cannot be announced is read all the same, and its samples report the error: soon, also
+                # where each attempt takes as long as a store is waited for.
+                self._waiting.clear()
 
 
 def announce_parts(path: Path, parts: Iterable[Part]) -> None:

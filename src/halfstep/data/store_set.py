@@ -5,9 +5,11 @@ The functions with a `request` run in the store's process, or in a data worker.
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -112,10 +114,11 @@ def _local_index(shards: StoredShards) -> Path:
     index, newest = shards.index, max(shards.objects, key=lambda one: one.modified)
     if index is None or index.modified < newest.modified:
         older = f"an index that is older than {newest.key}" if index else f"no index {shards.index_name}"
+        again = f", or copy {index.key} there again if it is the index of these shards" if index else ""
         raise BadData(
             f"{shards.store.address} has {older}",
             allowed="shards with an index, which names the bytes of each sample",
-            do=f"halfstep data index {shards.place}",
+            do=f"halfstep data index {shards.place}{again}",
         )
     digest = blake2b(f"{shards.key()} {index.tag}".encode(), digest_size=16).hexdigest()
     kept = cache_folder() / "shards" / f"{digest}{SUFFIX}"
@@ -134,6 +137,8 @@ def _local_index(shards: StoredShards) -> Path:
             allowed="the index of the shards next to it",
             do=f"halfstep data index {shards.place}",
         )
+    with suppress(OSError):
+        os.utime(kept)  # it is in use
     return kept
 
 
@@ -197,6 +202,8 @@ class ChunksRequest(Place):
 def fetch_chunks(request: ChunksRequest) -> None:
     """Read chunks into the cache, several at a time; every sample is compared with its digest before."""
     store, index = _store(request["address"], request["patience"]), _index(request["index"])
+    with suppress(OSError):
+        os.utime(request["index"])  # it is in use: `sweep` removes indexes that nothing has used for long
     cache = ChunkCache(Path(request["folder"]), request["limit"])
     chunks = [Chunk(*one) for one in request["chunks"]]
     if len(chunks) == 1:

@@ -35,7 +35,7 @@ LARGEST_OBJECT = 64 * 2**20
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
 
 UNREACHABLE, DENIED, MISSING, CHANGED, EXISTS = "unreachable", "denied", "missing", "changed", "exists"
-SHORT, NO_RANGES = "short", "no-ranges"
+SHORT, NO_RANGES, ODD_KEY = "short", "no-ranges", "odd-key"
 _PASSING = (UNREACHABLE, SHORT)
 """The kinds of failure that another request may not have."""
 _WORDS = {
@@ -45,12 +45,14 @@ _WORDS = {
     CHANGED: "was replaced while it was read or written",
     EXISTS: "exists already",
     SHORT: "was answered with another number of bytes than were asked for",
+    ODD_KEY: "holds an object that cannot be listed: its key has an empty part, such as a//b",
     NO_RANGES: "was answered as a whole where a range was asked for: this store does not answer ranges with 206",
 }
 _DO = {
     DENIED: "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or attach a role with Get, Put, Delete and List",
     MISSING: "check the bucket and the prefix",
     UNREACHABLE: "check the name of the bucket, the network and AWS_ENDPOINT_URL, and try again",
+    ODD_KEY: "rename the object, or use an address below which there is none",
     NO_RANGES: "use a store that answers ranges; halfstep doctor ADDRESS checks it",
 }
 
@@ -171,11 +173,9 @@ class Store:
                 # A finished upload whose answer was lost or late looks like a failed one.
                 if self._kind(error) == DENIED or not self._holds(key, file):
                     raise
-            facts = self.size_and_tag(key)
-            if facts is None or facts.size != size:
-                raise self._failed(SHORT, key)
+            self._check_written(key, size)
 
-        self._patiently(key, send, ask_again=(DENIED,))
+        self._patiently(key, send, ask_again=(MISSING, DENIED))
 
     def create(self, key: str, content: bytes) -> bool:
         """Write an object unless one exists; return whether it has this content now."""
@@ -196,9 +196,10 @@ class Store:
                 if self._kind(error) in (EXISTS, CHANGED):
                     return False
                 raise
+            self._check_written(key, len(content))
             return True
 
-        return self._patiently(key, send, ask_again=(DENIED,))
+        return self._patiently(key, send, ask_again=(MISSING, DENIED))
 
     def list(self, prefix: str = "") -> list[StoredObject]:
         """Return the objects below a prefix, which ends at a slash."""
@@ -243,10 +244,14 @@ class Store:
         self._patiently(key, ask, ask_again=(DENIED,))
 
     def honours_conditions(self) -> bool:
-        """Return whether the store refuses to create an object that exists, and to replace another version."""
+        """Return whether the store refuses to create an object that exists, and to replace another version.
+
+        Raises StoreFailed where it does not answer ranges.
+        """
         key = f"probe-{secrets.token_hex(8)}"
         try:
             self.put(key, b"first")
+            self.read(key, 1, 2)
             return not self.create(key, b"second") and not self.replace(key, b"third", '"0"')
         finally:
             with contextlib.suppress(StoreFailed):
@@ -260,6 +265,12 @@ class Store:
             with urllib.request.urlopen(asked, timeout=min(REQUEST, self.patience / 4)) as answer:
                 return bool(answer.status == 200)
         return False
+
+    def _check_written(self, key: str, size: int) -> None:
+        """Raise StoreFailed unless the object has this size: an answer alone proves nothing."""
+        facts = self.size_and_tag(key)
+        if facts is None or facts.size != size:
+            raise self._failed(SHORT, key)
 
     def _holds(self, key: str, content: BinaryIO) -> bool:
         """Return whether the object has this content, byte by byte."""
@@ -302,6 +313,7 @@ class Store:
             (exceptions.PreconditionError, CHANGED),
             (exceptions.PermissionDeniedError, DENIED),
             (exceptions.UnauthenticatedError, DENIED),
+            (exceptions.InvalidPathError, ODD_KEY),
         ]
         return next((kind for known, kind in kinds if isinstance(error, known)), UNREACHABLE)
 

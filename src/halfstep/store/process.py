@@ -23,6 +23,8 @@ from halfstep.errors import HalfstepError, StoreFailed
 LOST = "process-lost"
 """The kind of failure of a call whose process ended."""
 BUG = "bug"
+MEMORY = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+"""For glibc: chunks and parts go back to the system at once. By default each thread keeps those that it has freed."""
 LEAVING = 1.0
 """Seconds that an idle process has to end."""
 WATCH = 0.5
@@ -56,7 +58,7 @@ class StoreProcess:
                 line = self._child.stdout.readline()
             except (OSError, ValueError):
                 line = ""
-        if not line:
+        if not line.endswith("\n"):  # a part of a reply, too
             self._end()
             raise StoreFailed(
                 "the process for the object store ended in the middle of a request",
@@ -99,7 +101,7 @@ class StoreProcess:
             text=True,
             encoding="utf-8",
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**MEMORY, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
 
 

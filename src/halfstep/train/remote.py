@@ -14,13 +14,13 @@ from typing import Any
 
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk, generations
 from halfstep.errors import CANNOT_CREATE, FolderLost, FolderTaken, NoCheckpoint, StoreFailed, reason_in
-from halfstep.files import known_fields, read_json, write_json
+from halfstep.files import known_fields, read_json, storing, write_json
 from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import JOURNAL, LOG
 from halfstep.launch_variables import launched_rank
 from halfstep.status_line import Now
 from halfstep.store.address import check_installed, parse_address
-from halfstep.store.process import LOST, StoreProcess
+from halfstep.store.process import BUG, LOST, StoreProcess
 from halfstep.train.remote_generations import BEST, DAMAGED, LEASE, TAKEN, Known, Lease, Restored, UploadRequest
 from halfstep.train.run_folder import RECIPE, RESTORING
 
@@ -103,7 +103,8 @@ class Remote:
         if kept.remote == self.address:
             self._known = Known(kept.run, kept.number)
         # Before the claim: a launch that is killed after it must be recognized by the next one.
-        self._keep_known(self._known or Known(secrets.token_hex(8), 0))
+        with storing(f"{folder / LEASE} cannot be written", allowed="a disk with room", do="make room there"):
+            self._keep_known(self._known or Known(secrets.token_hex(8), 0))
         has_own = bool(generations(folder / CHECKPOINTS))
         try:
             self._take(min(self._patience, AT_START) if has_own else self._patience)
@@ -201,14 +202,18 @@ class Remote:
             try:
                 lease = self._lease or self._take(self._patience)
                 uploaded = self._process.call(f"{GENERATIONS}:upload", self._request(lease, generation, withdrawn))
-            except (OSError, FolderLost):
-                return  # the run's own disk fails, or is lost: its next save tells
-            except StoreFailed as failure:
+            except FolderLost:
+                with self._changed:
+                    self._is_over = True  # the run's next save tells
+                return
+            except (OSError, StoreFailed) as error:
+                # An OSError: no memory for the process, or no room for the run's own files.
+                failure = error if isinstance(error, StoreFailed) else StoreFailed(str(error), kind=BUG)
                 if self._is_over:
                     return
                 self._failure = failure if failure.kind != LOST else self._failure
                 with self._changed:
-                    self._is_over = failure.kind == TAKEN
+                    self._is_over |= failure.kind == TAKEN
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: self._is_over, PAUSES[min(failures, len(PAUSES) - 1)])
                 failures += 1

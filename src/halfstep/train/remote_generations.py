@@ -235,9 +235,12 @@ def _taken(store: Store, what: str) -> StoreFailed:
 def read_owner(store: Store) -> tuple[Owner | None, str]:
     """Return the owner of a place with the tag of its object; None where there is none."""
     try:
-        text, tag = store.read_with_tag(OWNER)
-        content = _unsealed(text)
-        return Owner(**{name: content[name] for name in ("run", "number", "launch", "newest", "host", "pid")}), tag
+        content, tag = _read_sealed(store, OWNER)
+        found = Owner(**{name: content[name] for name in ("run", "number", "launch", "newest", "host", "pid")})
+        texts = (found.run, found.launch, found.host, found.newest or "")
+        if type(found.number) is not int or not all(isinstance(one, str) for one in texts):
+            raise Damaged("its fields have other types")
+        return found, tag
     except StoreFailed as failure:
         if failure.kind != MISSING:
             raise
@@ -442,7 +445,7 @@ def _parsed(name: str) -> Directory | None:
 def read_commit(store: Store, one: Directory) -> Commit:
     """Return the content of a commit; raise Damaged where it is not what halfstep wrote."""
     try:
-        content = _unsealed(store.read_whole(f"{one.key}/{COMMIT}"))
+        content, _ = _read_sealed(store, f"{one.key}/{COMMIT}")
         files = {name: _seal(*entry) for name, entry in content["files"].items()}
         beside = {name: [_seal(*block) for block in blocks] for name, blocks in content["beside"].items()}
         commit = Commit(content["run"], content["name"], files, beside)
@@ -558,6 +561,15 @@ def _put_in_place(folder: Path, lease: Mapping[str, object]) -> None:
 def _with_seal(content: Mapping[str, object]) -> bytes:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return f'{{"seal":"{hashlib.sha256(text.encode()).hexdigest()}","content":{text}}}\n'.encode()
+
+
+def _read_sealed(store: Store, key: str) -> tuple[dict[str, Any], str]:
+    """Return the content of an object with its tag; wrong bytes are asked for again once."""
+    with contextlib.suppress(Damaged):
+        text, tag = store.read_with_tag(key)
+        return _unsealed(text), tag
+    text, tag = store.read_with_tag(key)
+    return _unsealed(text), tag
 
 
 def _unsealed(text: bytes) -> dict[str, Any]:
