@@ -45,7 +45,8 @@ def read_parts(
 def parts_in(handle: int, parts: Sequence[Part]) -> list[bytes]:
     """Read parts of a file, in one go where they lie side by side; raise EOFError where it ends before."""
     first, total = parts[0]
-    end, found = first + total, []
+    end = first + total
+    found: list[bytes] = []
     for start, size in parts[1:]:  # min, max and sum take twice as long
         if start < first:
             first = start
