@@ -161,7 +161,7 @@ class Shards:
             for place, row in zip(places, self.index.rows([numbers[place] for place in places]), strict=True):
                 yield place
                 room -= row.image_size + max(row.mask_size, 0)
-                if row.shard != shard:
+                if handle is None or row.shard != shard:
                     if handle is not None:
                         os.close(handle)
                     shard, handle = row.shard, None
