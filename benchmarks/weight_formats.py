@@ -247,7 +247,14 @@ def compare(seeds: int, updates: int) -> list[dict[str, Any]]:
         apart = (sum(float((own - other).square().sum()) for own, other in pairs) / whole) ** 0.5
         gained = sum(run.start - run.loss for run in runs) / sum(run.start - run.loss for run in wide)
         test = parity(base, losses, margin, higher_is_better=False)
-        facts = {"arm": arm, "loss": sum(losses) / seeds, "losses": losses, "way": way, "apart": apart}
+        facts = {
+            "arm": arm,
+            "updates": updates,
+            "loss": sum(losses) / seeds,
+            "losses": losses,
+            "way": way,
+            "apart": apart,
+        }
         rows.append({**facts, "gained": gained, "verdict": test.verdict, "margin": margin.size})
         print(
             f"parity {arm:30} loss {facts['loss']:.4f}, {way:.0%} of the way of fp32 weights and {apart:.0%} away from "
