@@ -39,14 +39,14 @@ def check_chunk(first: int) -> None:
     assert not broken, f"{len(broken)} of {CHUNK} programs break a promise:\n" + "\n".join(broken) + rerun
 
 
-@pytest.mark.parametrize("first", range(0, 100, CHUNK))
+@pytest.mark.parametrize("first", range(0, 200, CHUNK))
 @pytest.mark.wording
 def test_a_run_ends_as_if_its_bad_steps_had_not_been(first: int) -> None:
     check_chunk(first)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", range(100, 2000, CHUNK))
+@pytest.mark.parametrize("first", range(200, 2000, CHUNK))
 def test_more_runs_end_as_if_their_bad_steps_had_not_been(first: int) -> None:
     check_chunk(first)
 
