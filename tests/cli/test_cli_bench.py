@@ -214,7 +214,7 @@ def test_the_page_fits_and_has_the_verdict_first(
     ("speeds", "said"),
     [
         ({"bf16": 170.0, "fp8": 120.0}, "eligible (2 layers), slower than bf16 (0.71x, 0.70 to 0.71), same accuracy"),
-        ({"bf16": 120.0, "fp8": 170.0}, "eligible (2 layers), faster than bf16 (1.42x, 1.41 to 1.42), same accuracy"),
+        ({"bf16": 120.0, "fp8": 170.0}, "eligible (2 layers), faster than bf16 (1.42x, 1.42 to 1.42), same accuracy"),
         ({"bf16": 0.0, "fp8": 170.0}, "eligible (2 layers), faster than fp32 (1.70x, 1.70 to 1.71), same accuracy"),
         ({"fp8": 0.0}, ""),
     ],

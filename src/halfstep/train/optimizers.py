@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
@@ -11,7 +11,9 @@ from torch import nn, optim
 from halfstep.errors import WrongUse
 from halfstep.recipe.schema import OptimizerOptions
 from halfstep.step.optimizer_slot import owned_by
-from halfstep.train.small_optimizers import ParameterGroup, small_adam, small_groups
+
+if TYPE_CHECKING:
+    from halfstep.train.small_optimizers import ParameterGroup
 
 _KINDS: dict[str, Callable[..., optim.Optimizer]] = {
     "adamw": optim.AdamW,
@@ -41,6 +43,8 @@ def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimiz
         return _muon(options, model)
     trained = [p for p in model.parameters() if p.requires_grad]
     if options.state != "fp32":
+        from halfstep.train.small_optimizers import small_adam, small_groups  # not loaded by other runs
+
         arguments = {"lr": options.lr, "weight_decay": options.weight_decay, "betas": (options.momentum, 0.999)}
         return small_adam(options.name, options.state, small_groups(model, trained), **arguments)
     return _made(options, _groups(trained))
