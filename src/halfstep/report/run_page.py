@@ -174,7 +174,7 @@ def _memory_uses(run: RunFacts) -> list[MemoryUse]:
     return uses
 
 
-def _numbers(given: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(given: Mapping[str, object]) -> dict[str, float]:
     return {name: number(value) for name, value in given.items()}
 
 
