@@ -1,7 +1,7 @@
 """Count the FLOPs of matrix products, convolutions, attention and recurrent layers, and the format they ran in.
 
 Nothing is counted without an exact formula: `is_unknown` recognizes operations that may do such work and have none.
-Nor is work that torch cannot compute in 16 bits, such as decompositions and complex products (`WideWork`): it says
+Nor is work that torch cannot compute in 16 bits, such as decompositions and complex products (`is_wide`): it says
 nothing about the precision that was asked for, and lowers the confidence.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,24 +144,32 @@ _DISTANCES = frozenset({
 _TRANSFORMS = frozenset({"fft_r2c", "fft_c2r", "fft_c2c"})
 
 
-class WideWork:
-    """Recognize work that torch only does in fp32, regardless of the requested precision.
+class Work(NamedTuple):
+    """The work of an operation: products, or an operation that may compute some."""
+
+    flops: int
+    """0 where no formula counts them."""
+    is_wide: bool
+    """Whether torch only does it in fp32, regardless of the requested precision.
 
     These are decompositions, distances and Fourier transforms, which have no 16-bit kernel or which autocast keeps in
     fp32, complex products, and the products in the backward of all of these.
     """
 
-    def __init__(self) -> None:
-        self._nodes: set[int] = set()
 
-    def includes(self, operation: Operation) -> bool:
-        """Return whether an operation is such work; every operation of a step must be given in its order."""
-        if operation.backward and operation.node in self._nodes:
-            return True
-        found = _is_wide(operation)
-        if found and not operation.backward and operation.node is not None:
-            self._nodes.add(operation.node)
-        return found
+class StepWork:
+    """Find the work of the operations of a step; every operation must be given, in its order."""
+
+    def __init__(self) -> None:
+        self._wide_nodes: set[int] = set()
+
+    def of(self, operation: Operation) -> Work | None:
+        """Return the work of an operation; None for one that multiplies nothing."""
+        is_wide = operation.backward and operation.node in self._wide_nodes
+        if not is_wide and (is_wide := _is_wide(operation)) and not operation.backward and operation.node is not None:
+            self._wide_nodes.add(operation.node)
+        count = flops(operation)
+        return Work(count, is_wide) if count or is_unknown(operation) else None
 
 
 def _is_wide(operation: Operation) -> bool:
@@ -185,7 +193,7 @@ def _is_wide(operation: Operation) -> bool:
 
 
 def _wide_flops(operation: Operation) -> int | None:
-    """Return about how much work an operation of `WideWork` does; None if no rule tells."""
+    """Return about how many FLOPs wide work has; None where no rule counts them."""
     packet, given = _packet(operation), _floating(operation)
     if packet in _FORMULAS:
         # A complex product is four real ones.

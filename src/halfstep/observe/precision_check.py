@@ -15,7 +15,7 @@ from halfstep.errors import PrecisionNotObserved
 from halfstep.finding import Finding
 from halfstep.formats import BF16, FP16, FP32, FP64
 from halfstep.numbers import share
-from halfstep.observe.flops import WideWork, computed_in, flops, guessed, has_no_narrow_kernel, is_unknown
+from halfstep.observe.flops import StepWork, computed_in, guessed, has_no_narrow_kernel
 from halfstep.observe.lint.functions import OwnFunctions
 from halfstep.observe.lint.listener import placed
 from halfstep.observe.recorder import MemoryListener, Operation, Recorder, eagerly, uses_compiled
@@ -155,19 +155,19 @@ class WorkByFormat:
         self._in_islands = 0
         self._idle = {id(module): path for path, module in islands(model).items() if not _frozen(module)}
         self.backward_seen = False
-        self._wide = WideWork()
+        self._work = StepWork()
 
     def __call__(self, operation: Operation) -> None:
         self.backward_seen |= operation.backward
-        work, wide = flops(operation), self._wide.includes(operation)
+        work = self._work.of(operation)
         if operation.islands:
-            self._in_islands += work
+            self._in_islands += work.flops if work else 0
             for island in operation.islands:
                 self._idle.pop(id(island), None)
-        elif work and not wide:
-            self._count(operation, work, computed_in(operation))
-        elif work or is_unknown(operation):
-            self._guess(operation, "; torch has nothing narrower" if wide else "")
+        elif work and work.flops and not work.is_wide:
+            self._count(operation, work.flops, computed_in(operation))
+        elif work:
+            self._guess(operation, "; torch has nothing narrower" if work.is_wide else "")
 
     def observation(self) -> Observation:
         """Return the observations so far."""

@@ -176,7 +176,8 @@ class State:
         chunks: dict[str, ChunkedTensor] = {}
         for name in COMPONENTS:
             plain[name], found = pack(getattr(self, name), name)
-            chunks |= {key: chunked(key, tensor) for key, tensor in found.items() if distributed.is_shard(tensor)}
+            if distributed.is_sharded(found.values()):
+                chunks |= {key: chunked(key, tensor) for key, tensor in found.items() if distributed.is_shard(tensor)}
             for key, tensor in found.items():
                 if chunks[key].is_held_by(rank) if key in chunks else rank == 0 or key.startswith(OWN):
                     tensors[key] = distributed.local(tensor) if key in chunks else tensor
