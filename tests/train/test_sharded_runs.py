@@ -374,6 +374,42 @@ def test_an_evaluation_in_shards_stops_on_all_ranks_at_the_same_batch(world: Any
     assert world(2, stopped_evaluation) == ["stopped, 0 left"] * 2
 
 
+class Wider(Tiny):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
+
+
+def gathered(folder: Path) -> float:
+    """Return the kilobytes that an update gathers, as the journal has them."""
+    [text] = [one["text"] for one in events(folder / "run", "precision_check")][:1]
+    return float(text.partition("gathers ")[2].split()[0])
+
+
+@pytest.mark.full
+def test_a_run_in_fp8_gathers_in_fp8_and_continues_on_other_ranks(world: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    kinds = ("bf16", "fp8")
+    for kind in kinds:
+        more = {"precision": kind, "train.strict": True, "train.check": False}
+        found = world(2, fit, str(tmp_path / kind), "fsdp", more, Wider)
+        assert found[0] == found[1]
+        assert "loss" in found[0], found[0]
+    narrow, wide = (gathered(tmp_path / kind) for kind in reversed(kinds))
+    assert narrow < 0.6 * wide
+    saved = load_file(tmp_path / "fp8" / "run" / "last.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    assert set(saved) == set(Wider.model(None).state_dict())  # type: ignore[arg-type]
+    whole = (tmp_path / "fp8" / "run" / "result.json").read_text()
+    interrupted(tmp_path / "fp8", at=3)
+    world(2, fit, str(tmp_path / "fp8"), "fsdp", more, Wider)
+    assert json.loads((tmp_path / "fp8" / "run" / "result.json").read_text())["weights"] == json.loads(whole)["weights"]
+    for size in (1, 2):
+        interrupted(tmp_path / "fp8", at=3)
+        again = world(size, fit, str(tmp_path / "fp8"), "fsdp" if size > 1 else "ddp", more, Wider)
+        # Each rank scales its own part of a batch.
+        assert again[0]["loss"] == pytest.approx(found[0]["loss"], rel=1e-2)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_64_ranks_in_groups_of_8_are_restored_to_the_bit_on_others(world: Any, tmp_path: Path) -> None:
