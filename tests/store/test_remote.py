@@ -265,6 +265,36 @@ def test_a_store_that_comes_back_gets_the_newest_checkpoint(
     assert any("uploads work again" in text for text in notes(tmp_path / "first", "info"))
 
 
+def test_the_same_command_uploads_what_the_end_of_a_run_did_not(
+    in_store: InStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as down:
+        interrupted(tmp_path / "first", in_store)
+        down.setattr(remote, "AT_START", 1.0)
+        down.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+        fit(tmp_path / "first", in_store, checkpoint__remote_wait=1.0, store__patience=1.0)
+    newest = sorted(path.name for path in (tmp_path / "first" / "run" / "checkpoints").iterdir())[-1]
+    assert local(generations_in(in_store)[0]) != newest
+    fit(tmp_path / "first", in_store)
+    assert f"{newest} is uploaded" in capsys.readouterr().err
+    assert local(generations_in(in_store)[0]) == newest
+    assert in_store("audit")["torn"] == []
+    fit(tmp_path / "first", in_store)
+    assert "uploaded" not in capsys.readouterr().err, "nothing is missing any more"
+
+
+def test_older_checkpoints_that_cannot_be_removed_are_reported_once(in_store: InStore, tmp_path: Path) -> None:
+    in_store.proxy.plan[:] = [Planned("POST", "delete-denied*", "/checkpoints/")]
+    interrupted(tmp_path / "first", in_store, checkpoint__keep=2)
+    fit(tmp_path / "first", in_store, checkpoint__keep=2, store__patience=2.0)
+    kept = [text for text in notes(tmp_path / "first", "warning") if "older checkpoints" in text]
+    assert len(kept) == 1
+    newest = sorted(path.name for path in (tmp_path / "first" / "run" / "checkpoints").iterdir())[-1]
+    assert local(generations_in(in_store)[0]) == newest
+    assert len(generations_in(in_store)) > 2
+    assert in_store("audit")["torn"] == []
+
+
 @pytest.mark.full
 def test_a_process_that_cannot_be_started_for_a_while_costs_no_run(
     in_store: InStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

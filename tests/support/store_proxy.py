@@ -97,9 +97,8 @@ class Proxy:
             await asyncio.sleep(FOREVER)
         if fault == "reset":
             return _reset(writer)
-        if fault in ERRORS or fault == "not-done":
-            done = b'HTTP/1.1 200 OK\r\nETag: "0"\r\nContent-Length: 0\r\n\r\n'
-            await _send(writer, _error(fault, request.method) if fault in ERRORS else done)
+        if fault in ERRORS or fault in ("not-done", "delete-denied"):
+            await _send(writer, _canned(fault, request))
             return False
         head, body = await self._asked(request, is_whole=fault == "whole")
         half = len(body) // 2
@@ -190,6 +189,21 @@ def _error(code: str, method: str) -> bytes:
     text = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>no</Message></Error>" % ERRORS[code]
     head = b"HTTP/1.1 %s X\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n" % (code.encode(), len(text))
     return head if method == "HEAD" else head + text
+
+
+def _canned(fault: str, request: Request) -> bytes:
+    """Return an answer for which the server is not asked."""
+    if fault == "not-done":
+        return b'HTTP/1.1 200 OK\r\nETag: "0"\r\nContent-Length: 0\r\n\r\n'
+    return _denied_removal(request) if fault == "delete-denied" else _error(fault, request.method)
+
+
+def _denied_removal(request: Request) -> bytes:
+    """Answer as S3 does where the permission is missing: with 200, and an error for each key."""
+    keys = [part.partition(b"</Key>")[0] for part in request.body.split(b"<Key>")[1:]]
+    errors = [b"<Error><Key>%s</Key><Code>AccessDenied</Code><Message>no</Message></Error>" % key for key in keys]
+    text = b"<?xml version='1.0'?><DeleteResult>%s</DeleteResult>" % b"".join(errors)
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text) + text
 
 
 def _reset(writer: asyncio.StreamWriter) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from halfstep import distributed
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.errors import HUNG, RUN_FINISHED, BadRecipe, FolderLost, HalfstepError, RankFailed
+from halfstep.errors import HUNG, RUN_FINISHED, BadRecipe, FolderLost, FolderTaken, HalfstepError, RankFailed
 from halfstep.host_memory import nothing_collected
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import listeners
@@ -351,15 +351,24 @@ def _opened(
     held: list[FolderLock] = []
 
     def open_it() -> tuple[object, ...]:
-        opened = open_run(
-            resolved.recipe,
-            resolved.label,
-            new,
-            drawn=resolved.drawn,
-            accepted=accepted,
-            now=now,
-            fill=lambda path: remote.fill(path, now) if remote is not None else None,
-        )
+        try:
+            opened = open_run(
+                resolved.recipe,
+                resolved.label,
+                new,
+                drawn=resolved.drawn,
+                accepted=accepted,
+                now=now,
+                fill=lambda path: remote.fill(path, now) if remote is not None else None,
+            )
+        except FolderTaken as taken:
+            if taken.id == RUN_FINISHED and remote is not None:
+                # The last upload may have failed.
+                news = remote.complete(run_dir(resolved.recipe, resolved.label), now)
+                now("")
+                if news:
+                    screen(stderr=True).print(news)
+            raise
         held.append(opened.lock)
         newest = max((one.attempt for one in generations(opened.path / CHECKPOINTS)), default=-1)
         launched = begin(opened.path, newest, restart_count(), opened.recipe.train.batch_size, accepted)

@@ -203,8 +203,9 @@ def check_remote(address: str) -> None:
 
 
 def _state(resolved: Resolved, accepted: Collection[str]) -> str:
-    if launched_rank().world_size > 1:
-        return NEW  # another rank may have opened the folder already; rank 0 checks it later for all
+    if launched_rank().world_size > 1 or resolved.recipe.checkpoint.remote is not None:
+        # Another rank may have opened the folder already, or a store is asked first: rank 0 checks it later for all.
+        return NEW
     return check_run(resolved.recipe, resolved.label, drawn=resolved.drawn, accepted=accepted)
 
 

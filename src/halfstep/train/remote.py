@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk, generations
-from halfstep.errors import CANNOT_CREATE, FolderLost, FolderTaken, NoCheckpoint, StoreFailed, reason_in
+from halfstep.errors import CANNOT_CREATE, FolderLost, FolderTaken, HalfstepError, NoCheckpoint, StoreFailed, reason_in
 from halfstep.files import known_fields, read_json, storing, write_json
 from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import JOURNAL, LOG
@@ -21,7 +21,17 @@ from halfstep.launch_variables import launched_rank
 from halfstep.status_line import Now
 from halfstep.store.address import check_installed, parse_address
 from halfstep.store.process import BUG, LOST, StoreProcess
-from halfstep.train.remote_generations import BEST, DAMAGED, LEASE, TAKEN, Known, Lease, Restored, UploadRequest
+from halfstep.train.remote_generations import (
+    BEST,
+    DAMAGED,
+    KEPT_ALL,
+    LEASE,
+    TAKEN,
+    Known,
+    Lease,
+    Restored,
+    UploadRequest,
+)
 from halfstep.train.run_folder import RECIPE, RESTORING
 
 GENERATIONS = "halfstep.train.remote_generations"
@@ -60,7 +70,7 @@ class Remote:
         self._since = 0.0
         self._uploaded: str | None = None
         self._failure: StoreFailed | None = None
-        self._has_warned, self._is_over = False, False
+        self._has_warned, self._keeps_all, self._is_over = False, False, False
         self._notes: list[tuple[str, str]] = []
         self._thread = threading.Thread(target=self._upload_all, name="halfstep uploads", daemon=True)
         self.disk = RemoteDisk(self)
@@ -182,7 +192,26 @@ class Remote:
         if missing is not None:
             why = reason_in(self._failure) if self._failure else f"not finished within {self.wait:.0f} s"
             there = f"the newest there is {self._uploaded}" if self._uploaded else "this launch has uploaded none"
-            journal.note(f"{missing.name} is missing in {self.address}: {why}; {there}", "warning")
+            again = "the same command uploads it"
+            journal.note(f"{missing.name} is missing in {self.address}: {why}; {there}; {again}", "warning")
+
+    def complete(self, folder: Path, now: Now) -> str | None:
+        """Upload the newest checkpoint of a finished run, if the store lacks it; return what happened, or None."""
+        newest = next(iter(generations(folder / CHECKPOINTS)), None)
+        if newest is None:
+            return None
+        now(f"comparing {newest.name} with {self.address}, for at most {self.wait:.0f} s")
+        try:
+            self.claim(folder, secrets.token_hex(8))
+        except HalfstepError as error:
+            return f"{newest.name} is not uploaded: {reason_in(error)}"
+        self.upload(newest)
+        with self._changed:
+            self._changed.wait_for(lambda: self._wanted is None or self._is_over, self.wait)
+            if self._wanted is not None:
+                why = reason_in(self._failure) if self._failure else f"not finished within {self.wait:.0f} s"
+                return f"{newest.name} is missing in {self.address}: {why}"
+        return f"{newest.name} is uploaded to {self.address} now" if self._uploaded else None
 
     def stop(self) -> None:
         """End the process, however the run ended."""
@@ -209,6 +238,10 @@ class Remote:
             except (OSError, StoreFailed) as error:
                 # An OSError: no memory for the process, or no room for the run's own files.
                 failure = error if isinstance(error, StoreFailed) else StoreFailed(str(error), kind=BUG)
+                if failure.kind == KEPT_ALL:
+                    self._warn_of_kept(failure)
+                    self._done(generation, withdrawn, generation.name)
+                    continue
                 if self._is_over:
                     return
                 self._failure = failure if failure.kind != LOST else self._failure
@@ -220,6 +253,14 @@ class Remote:
                 continue
             failures = 0
             self._done(generation, withdrawn, uploaded)
+
+    def _warn_of_kept(self, failure: StoreFailed) -> None:
+        with self._changed:
+            if not self._keeps_all:
+                text = f"older checkpoints in the store stay until the next upload: {failure.given}; a removal needs "
+                text += "the permission Delete"
+                self._notes.append((text, "warning"))
+            self._keeps_all = True
 
     def _request(self, lease: Lease, generation: CheckpointDir, withdrawn: list[str]) -> UploadRequest:
         return {

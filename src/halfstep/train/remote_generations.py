@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -37,8 +38,11 @@ LEASE = "remote.json"
 BEST, MANIFEST, STATE = "best.safetensors", "MANIFEST.json", "rank-00000.json"
 BESIDE = (RECIPE, JOURNAL, LOG, BEST)
 FORM = 1
-TAKEN, DAMAGED = "taken", "damaged"
-"""Kinds of failure: the place is another launch's or another run's; no checkpoint in it is intact."""
+TAKEN, DAMAGED, KEPT_ALL = "taken", "damaged", "kept-all"
+"""Kinds of failure: the place is another launch's or another run's; no checkpoint in it is intact; a checkpoint was
+committed, and the older ones could not be removed."""
+REMOVAL = 15.0
+"""Seconds for which the removal of an older checkpoint is repeated; the next upload tries it again."""
 TRIES = 5
 _DIRECTORY = re.compile(r"(step-([0-9]{8,15})\.([0-9a-f]{4,12}))-([0-9a-f]{4,8})-([0-9a-f]{16})")
 _FILE = re.compile(r"rank-[0-9]{5}\.(?:safetensors|json)|MANIFEST\.json")
@@ -261,7 +265,8 @@ def upload(request: UploadRequest) -> str | None:
     """Upload and commit a checkpoint of the run in `folder`, then remove older ones; return the name of the commit.
 
     `withdrawn` are checkpoints that the run has set aside: they are removed first. None where local retention has
-    removed the checkpoint before it could be opened. Raises StoreFailed `taken` where a later launch owns the place.
+    removed the checkpoint before it could be opened. Raises StoreFailed `taken` where a later launch owns the place,
+    and `kept-all` if the checkpoint is committed and older ones could not be removed.
     """
     lease, folder, name = Lease(**request["lease"]), Path(request["folder"]), request["name"]
     store = _store(request["lease"])
@@ -287,7 +292,11 @@ def upload(request: UploadRequest) -> str | None:
     _write_commit(store, target, Commit(lease.run, name, seals, beside), lease)
     if not _write_owner(store, Owner(lease.run, lease.number, lease.launch, target.key), tag, lease.conditional):
         _owned(store, lease)
-    retain(store, lease, target, request["keep"], request["skipped"])
+    try:
+        retain(_store(request["lease"], REMOVAL), lease, target, request["keep"], request["skipped"])
+    except StoreFailed as failure:
+        # A refused removal has no separate error: the answer to a removal is 200, with an error for each key.
+        raise StoreFailed(failure.given, kind=KEPT_ALL) from None
     return target.key
 
 
@@ -584,5 +593,5 @@ def _unsealed(text: bytes) -> dict[str, Any]:
     return content
 
 
-def _store(request: Place) -> Store:
-    return Store(parse_address(request["address"], "checkpoint.remote"), request["patience"])
+def _store(request: Place, most: float = math.inf) -> Store:
+    return Store(parse_address(request["address"], "checkpoint.remote"), min(request["patience"], most))
