@@ -8,6 +8,7 @@ import pytest
 
 from halfstep.errors import HalfstepError
 from halfstep.precision import select
+from halfstep.precision.precision import precision_named
 from halfstep.precision.probe import Measurements
 from tests.support.devices import named
 from tests.support.ranks import Ranks
@@ -26,6 +27,15 @@ def test_rank_zero_decides(on_ranks: Ranks) -> None:
     zero, one = on_ranks(chosen)
     assert zero == ("bf16", 3, [])
     assert one == ("bf16", 3, ["precision.uneven"])
+
+
+def chosen_by_the_caller(rank: int) -> list[str]:
+    choice = select.choose_precision(precision_named("bf16"), device=named("Tesla T4"))
+    return [finding.id for finding in choice.findings]
+
+
+def test_a_precision_object_is_no_decision_of_rank_zero(on_ranks: Ranks) -> None:
+    assert on_ranks(chosen_by_the_caller) == [[], []]
 
 
 def refused(rank: int) -> str:

@@ -154,7 +154,8 @@ def choose_precision(
     if here.kind == "tpu":
         raise _refusal(str(asked), here, ability(here, _FLOOR).reason)
     if isinstance(asked, Precision):
-        return _chosen(Decision((Considered(asked.name, True, "given as an object"),)), Named(asked.name), here, asked)
+        named = Named(asked.name)
+        return Choice(asked, named.name, named.took, (Considered(asked.name, True, "given as an object"),), (), here)
     named = read_step_precision(asked)
     if is_policy(named.name):
         return _by_policy(named, here, fallback=fallback, measured=measured, fresh=fresh)
