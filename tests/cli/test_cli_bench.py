@@ -58,7 +58,7 @@ def test_the_files_are_written(benched: tuple[dict[str, Any], Path]) -> None:
     report, folder = benched
     assert report["files"] == [str(folder / f"bench.{ending}") for ending in ("json", "md", "svg")]
     assert json.loads((folder / "bench.json").read_text())["verdicts"] == report["verdicts"]
-    assert "tf32: failed" in (folder / "bench.md").read_text()
+    assert "**tf32**: failed" in (folder / "bench.md").read_text()
 
 
 @pytest.mark.wording
@@ -226,6 +226,7 @@ def test_fp8_is_judged_against_bf16(speeds: dict[str, float], said: str) -> None
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_the_verdict_on_fp8_of_a_case(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     done = halfstep("bench", CASE, "--precisions", "bf16,fp8", "--seeds", 3, "--out", tmp_path)
