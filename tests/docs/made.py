@@ -54,7 +54,7 @@ def _gpus() -> str:
         ]
         for row in gpu_rows()
     ]
-    return _table(["GPU", "`--device`", "memory", "native", "`auto` takes", "because"], rows)
+    return _table(["GPU", "`--device`", "memory", "native", "`auto` picks", "because"], rows)
 
 
 def _formats() -> str:
