@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from halfstep.errors import BadRecipe, Contradiction
-from halfstep.precision.names import FLAGS, FORMATS, SWITCHES, TF32, is_off, is_on, read_claims
+from halfstep.precision.names import FLAGS, FORMATS, FP8_KINDS, SWITCHES, TF32, is_off, is_on, read_claims
 from halfstep.recipe.fields import Fields, allowed_edits, edits, fields_of, nearest
 from halfstep.recipe.strict_yaml import NULL, read_value
 
@@ -53,6 +53,7 @@ _INSTEAD = {
 }
 """What to type instead of words of other projects that are no setting of a recipe."""
 ELSEWHERE = {word: do for do, words in _INSTEAD.items() for word in words.split()}
+ELSEWHERE |= {kind: f"--precision {kind}" for kind in FP8_KINDS}
 
 
 def key_for(word: str, fields: Fields) -> str:
