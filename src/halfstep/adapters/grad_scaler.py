@@ -369,7 +369,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _buffer_flags(self, ranks: int, device: torch.device) -> list[Tensor]:
         """Return numbers of which one is not finite if an included buffer is not."""
-        largest = [on(device, number) for number in self._included.largest()]
+        largest = [on(device, number) for number in self._included.largest_magnitudes()]
         if ranks == 1:
             return largest
         # One on every rank, whose parts of a model may have other buffers; a sum of the largest could overflow.

@@ -77,7 +77,7 @@ def _restore_handlers(before: Mapping[signal.Signals, Callable[[int, FrameType |
 
 def _answer_probe(words: list[str]) -> None:
     """Answer a usual `halfstep status` and exit, before anything slow is imported; errors are left to its command."""
-    asked = _probe.read_words(words[1:]) if words[:1] == [_probe.COMMAND] else None
+    asked = _probe.parse_status_query(words[1:]) if words[:1] == [_probe.COMMAND] else None
     if asked is not None:
         with contextlib.suppress(HalfstepError, ImportError):
             raise SystemExit(_probe.answer(asked))

@@ -55,10 +55,8 @@ def data_place(path: str) -> Path:
     return folder.joinpath(below)
 
 
-def in_store(data: Any) -> bool:
-    """Return whether the samples of a recipe are in an object store; raise BadRecipe for data that cannot be there."""
-    if not is_address(data.path):
-        return False
+def check_store_data(data: Any) -> None:
+    """Raise BadRecipe for an address in data.path that is none, or that has data which an object store cannot have."""
     from halfstep.store.address import check_installed, parse_address  # not loaded for plain paths
 
     parse_address(data.path, "data.path")
@@ -70,7 +68,6 @@ def in_store(data: Any) -> bool:
             allowed="data.name=shards, without data.embeddings",
             do="add data.name=shards where they are .tar shards; else copy them to a disk",
         )
-    return True
 
 
 def _refuse_closed(place: Path) -> None:

@@ -165,11 +165,11 @@ def _recorded(shard: Path) -> RecordedFile:
 def _of_split(shards: list[str], split: str) -> list[str]:
     """Return the shards of a split by name or folder; all, for training, where no name contains a split."""
 
-    def has(name: str, word: str) -> bool:
+    def names_split(name: str, word: str) -> bool:
         return re.search(rf"(^|[-_/\\]){re.escape(word)}([-_./\\])", name) is not None
 
-    own = [shard for shard in shards if has(shard, split)]
-    unnamed = not any(has(shard, word) for shard in shards for word in _SPLITS)
+    own = [shard for shard in shards if names_split(shard, split)]
+    unnamed = not any(names_split(shard, word) for shard in shards for word in _SPLITS)
     return own or (shards if split == "train" and unnamed else [])
 
 

@@ -174,14 +174,14 @@ class Guardian:
             self._collapse.applied(report)
             self._streaks = {n: s for n, s in self._streaks.items() if not set(n.split(AND)) <= report.parts.keys()}
         if self._spike.notices:
-            self._check_losses(report)
+            self._handle_loss_spikes(report)
         self._applied_since_failure += 1
         if self._applied_since_failure >= self.limits.probation and self.remedies.placed:
             self._lift()
 
     # -- losses ---------------------------------------------------------------------------------------------------
 
-    def _check_losses(self, report: StepReport) -> None:
+    def _handle_loss_spikes(self, report: StepReport) -> None:
         """Report losses above the usual range; in repair mode, roll back ruined weights."""
         for notice in self._spike.notices:
             level: Level = "error" if notice.kind == DIVERGENCE else "warning" if notice.loud else "info"

@@ -115,9 +115,9 @@ def written_by(function: OpOverload, arguments: tuple[Any, ...], keywords: Mappi
     places, statistics = _places(function)
     if not places and not statistics:
         return []
-    found = [_given(place, name, arguments, keywords) for place, name in places]
+    found = [_argument_at(place, name, arguments, keywords) for place, name in places]
     if statistics and _learns(function, arguments, keywords):
-        found += [_given(place, name, arguments, keywords) for place, name in statistics]
+        found += [_argument_at(place, name, arguments, keywords) for place, name in statistics]
     return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
@@ -141,11 +141,11 @@ def _places(function: OpOverload) -> tuple[Places, Places]:
 def _learns(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> bool:
     for place, taken in enumerate(function._schema.arguments):
         if taken.name in _IN_TRAINING:
-            return bool(_given(place, taken.name, arguments, keywords))
+            return bool(_argument_at(place, taken.name, arguments, keywords))
     return True
 
 
-def _given(place: int, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
+def _argument_at(place: int, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
     return arguments[place] if place < len(arguments) else keywords.get(name)
 
 

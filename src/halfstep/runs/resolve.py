@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.layout import SEGMENTATION, data_place, find_layout, in_store
+from halfstep.data.layout import SEGMENTATION, check_store_data, data_place, find_layout, is_address
 from halfstep.errors import (
     BadData,
     BadRecipe,
@@ -183,7 +183,7 @@ def refuse_early(resolved: Resolved, *, new: bool, accepted: Collection[str]) ->
     if recipe.checkpoint.remote is not None:
         check_remote(recipe.checkpoint.remote)
     # A resumed run has its weights in the checkpoint and needs no file.
-    begins = new or _state(resolved, accepted) == NEW
+    begins = new or _check_run_unless_distributed(resolved, accepted) == NEW
     options = task_options(recipe.task)
     if options is None:
         return
@@ -202,14 +202,18 @@ def check_remote(address: str) -> None:
     check_installed()
 
 
-def _state(resolved: Resolved, accepted: Collection[str]) -> str:
+def _check_run_unless_distributed(resolved: Resolved, accepted: Collection[str]) -> str:
+    """Return whether the run is new, resumed or finished; NEW, without looking, on several ranks."""
     if launched_rank().world_size > 1:
         return NEW  # another rank may have opened the folder already; rank 0 checks it later for all
     return check_run(resolved.recipe, resolved.label, drawn=resolved.drawn, accepted=accepted)
 
 
 def _check_data(data: Any) -> None:
-    if data.name in DRAWN or in_store(data):
+    if data.name in DRAWN:
+        return
+    if is_address(data.path):
+        check_store_data(data)
         return
     place = data_place(data.path)
     if not place.exists():

@@ -107,7 +107,9 @@ class Replicated(Synchroniser):
 
     def without_batch(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> None:
         """Run a backward of zeros, which sends every bucket."""
-        self.run(_reaches_nothing if self._finds_unused else _reaches_all, None, True).backward()
+        self.run(
+            _zero_loss_of_no_parameter if self._finds_unused else _zero_loss_of_all_parameters, None, True
+        ).backward()
 
     def complete(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> bool:
         """Send the remaining buffers and buckets of this rank."""
@@ -244,13 +246,13 @@ class Averaged(Synchroniser):
 # -- DistributedDataParallel, from inside --------------------------------------------------------------------------
 
 
-def _reaches_all(model: Any, _: object) -> Tensor:
+def _zero_loss_of_all_parameters(model: Any, _: object) -> Tensor:
     """Return a loss whose gradient is zero for every parameter that DistributedDataParallel waits for."""
     # Every parameter is in the graph, so that each of its hooks fires and each bucket is sent.
     return torch.stack([p.sum() * 0.0 for p in model.parameters() if p.requires_grad]).sum()
 
 
-def _reaches_nothing(model: Any, _: object) -> Tensor:
+def _zero_loss_of_no_parameter(model: Any, _: object) -> Tensor:
     """Return a loss that leaves parameters that no rank used without a gradient."""
     return torch.zeros((), device=next(model.parameters()).device, requires_grad=True) * 1.0
 

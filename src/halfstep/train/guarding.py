@@ -199,7 +199,7 @@ class Guarding:
         # The last step of a streak may have finite samples; the message names those of an earlier one.
         self.guilty = list(guilty) or self.guilty
         if self._events or self._notes:
-            self._tell(in_the_data(guilty))
+            self._tell(describe_guilty_samples(guilty))
         if ended is not None:
             raise ended
         # Single overflows are how a dynamic loss scale finds its value.
@@ -243,8 +243,8 @@ class Guarding:
         self._notes.clear()
 
 
-def in_the_data(guilty: Sequence[int]) -> str:
-    """Return the numbers in the data set of samples that a verdict knows by their positions in a batch."""
+def describe_guilty_samples(guilty: Sequence[int]) -> str:
+    """Return text that names the samples of a verdict by their numbers in the data set; empty without samples."""
     if not guilty:
         return ""
     return f" (in the data set: {many(len(guilty), 'sample')} {first_few(guilty)})"

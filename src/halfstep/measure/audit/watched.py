@@ -83,22 +83,22 @@ class Works:
         """Count the tensors saved in this scope for the module that `running` names."""
 
         def pack(tensor: Tensor) -> Any:
-            if tensor.layout is torch.strided and self._is_new(tensor):
-                self.by_module[running()].saved[name_of(tensor.dtype)] += tensor.untyped_storage().nbytes()
+            if tensor.layout is torch.strided:
+                self._count_once(tensor, running)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
 
-    def _is_new(self, tensor: Tensor) -> bool:
-        """Return whether the storage is neither a weight (saved perhaps as a view) nor counted already."""
+    def _count_once(self, tensor: Tensor, running: Callable[[], str]) -> None:
+        """Count the storage of a saved tensor, unless it is a weight (saved perhaps as a view) or counted already."""
         reference = StorageWeakRef(tensor.untyped_storage())
         # A weak reference, because the address of a freed storage may be reused by a new one.
         known = self._kept.get(reference.cdata)
         if reference.cdata in self._weights or (known is not None and not known.expired()):
-            return False
+            return
         self._kept[reference.cdata] = reference
-        return True
+        self.by_module[running()].saved[name_of(tensor.dtype)] += tensor.untyped_storage().nbytes()
 
 
 def _casts(operation: Operation) -> bool:

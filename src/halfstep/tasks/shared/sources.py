@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.data.dataset import BadSample, Source, split
 from halfstep.data.embeddings import Embedded
-from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, Images, folders_under
+from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, UnlabeledImages, folders_under
 from halfstep.data.image_files import existing, files, folders, image_files
-from halfstep.data.layout import HELD_OUT, data_place, in_store, is_address
+from halfstep.data.layout import HELD_OUT, check_store_data, data_place, is_address
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps, SpriteStamps, Stamps
 from halfstep.data.synthetic.radio_maps import RadioMaps
 from halfstep.data.synthetic.shapes import ShapeLabels, ShapeMasks, ShapePictures
@@ -208,9 +208,9 @@ def _images(root: Path, data: Any, condition: str) -> Source:
     if data.name == "shards":
         return _shards(root, data, None, parts=())
     if data.name == "folder":
-        return Images(root, data.channels)
+        return UnlabeledImages(root, data.channels)
     if condition != "image":
-        return Images(root / "images", data.channels)
+        return UnlabeledImages(root / "images", data.channels)
     return ImagePairs(*folders_under(root, "condition"), data.channels, data.condition_channels)
 
 
@@ -219,7 +219,8 @@ def both(data: Any, make: Make) -> dict[Split, Source]:
 
     Raise `BadData` if there is a validation folder but no training folder.
     """
-    if in_store(data):
+    if is_address(data.path):
+        check_store_data(data)
         if not isinstance(data.val, str):
             return shared(make(data.path), data)
         val = data.val if is_address(data.val) else f"{data.path.rstrip('/')}/{data.val}"
