@@ -43,8 +43,8 @@ def test_each_image_comes_with_its_condition(root: Path) -> None:
         assert sample["image"].shape == (3, 6, 8)
         assert sample["condition"].shape == (1, 6, 8)
         assert np.array_equal(sample["image"].permute(1, 2, 0), np.array(picture(image, 64).resize((8, 6))))
-        grey = np.array(picture(condition, 64).resize((8, 6)).convert("L"))
-        assert np.array_equal(sample["condition"][0], grey)
+        gray = np.array(picture(condition, 64).resize((8, 6)).convert("L"))
+        assert np.array_equal(sample["condition"][0], gray)
         assert torch.equal(without_image(source, n)["condition"], sample["condition"])
         assert set(without_image(source, n)) == {"condition"}
 

@@ -87,7 +87,7 @@ def delete(request: Mapping[str, Any]) -> None:
 
 
 def conditions(request: Mapping[str, Any]) -> bool:
-    return _store(request).honours_conditions()
+    return _store(request).honors_conditions()
 
 
 def damage(request: Mapping[str, Any]) -> str:

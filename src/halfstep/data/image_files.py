@@ -243,10 +243,10 @@ def orientation(image: Image.Image) -> int:
         return 1
 
 
-def values_in(image: Any, colours: bool = False) -> Numbers:
+def values_in(image: Any, colors: bool = False) -> Numbers:
     """Return the values of an open mask, or its colors. Of a palette, the numbers count and not the colors."""
     import numpy as np  # here, because listing and opening files need none
 
-    if colours or image.mode in ("RGBA", "CMYK", "YCbCr"):
+    if colors or image.mode in ("RGBA", "CMYK", "YCbCr"):
         return np.array(image.convert("RGB"))
     return np.array(image.convert("L") if image.mode in ("1", "LA") else image)

@@ -193,7 +193,7 @@ def find_layout(root: str | Path, task: str | None = None, masks: str | Path | N
         found = {name: SplitFolder(place) for name, place in places.items() if _has_classes(place)}
         if TRAIN in found or ALL in found:
             return Layout(CLASSIFICATION, folder, found)
-    raise _unrecognised(folder, task)
+    raise _unrecognized(folder, task)
 
 
 def _looks_like_pairs(folder: Path) -> bool:
@@ -204,7 +204,7 @@ def _has_classes(folder: Path) -> bool:
     return any(_holds_images(folder / name) for name in _folders(folder))
 
 
-def _unrecognised(folder: Path, task: str | None) -> BadData:
+def _unrecognized(folder: Path, task: str | None) -> BadData:
     wanted = "images/ and masks/ with one mask for each image" if task != CLASSIFICATION else ""
     classes = "a folder for each class, with images in it" if task != SEGMENTATION else ""
     allowed = f"{folder}/ with {', or '.join(filter(None, (wanted, classes)))}; or the same in train/ and val/"

@@ -22,7 +22,7 @@ from halfstep.data.shard_bytes import NEAR, READ, Part, announce_parts, joined, 
 from halfstep.data.shard_index import (
     SOME_LABELS,
     SOME_MASKS,
-    SOME_UNLABELLED,
+    SOME_UNLABELED,
     SOME_UNMASKED,
     SampleRow,
     ShardIndex,
@@ -306,7 +306,7 @@ class Shards:
         Raise BadData unless all samples have the same: a batch cannot have labels for some.
         """
         kinds, found = self.index.table["kinds"], []
-        for part, some, without in (("label", SOME_LABELS, SOME_UNLABELLED), ("mask", SOME_MASKS, SOME_UNMASKED)):
+        for part, some, without in (("label", SOME_LABELS, SOME_UNLABELED), ("mask", SOME_MASKS, SOME_UNMASKED)):
             has = [(kinds & one).any() for one in (some, without)]
             if all(has) and part in self.parts:
                 one, other = (self._first_with(part, present) for present in (True, False))
@@ -319,7 +319,7 @@ class Shards:
         return found[0], found[1]
 
     def _first_with(self, part: str, present: bool) -> int:
-        some, without = (SOME_LABELS, SOME_UNLABELLED) if part == "label" else (SOME_MASKS, SOME_UNMASKED)
+        some, without = (SOME_LABELS, SOME_UNLABELED) if part == "label" else (SOME_MASKS, SOME_UNMASKED)
         shard = int(np.argmax(self.index.table["kinds"] & (some if present else without) != 0))
         numbers = range(self.index.first(shard), self.index.ends[shard])
         return next(n for n in numbers if (getattr(self.index.row(n), part) >= 0) == present)

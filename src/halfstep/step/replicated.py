@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep.errors import WrongUse
 from halfstep.step.optimizer_slot import Gradients
 from halfstep.step.ranks import Ranks
-from halfstep.step.sync import LossFunction, Synchroniser
+from halfstep.step.sync import LossFunction, Synchronizer
 
 _SEND_BUFFERS = ("forward_sync_buffers", "broadcast_buffers")
 """DistributedDataParallel's names, the new one first, of the option to broadcast buffers before each forward."""
@@ -33,7 +33,7 @@ class _Job(nn.Module):
         return loss_fn(self.model, batch)
 
 
-class Replicated(Synchroniser):
+class Replicated(Synchronizer):
     """A plain model, the same on every rank.
 
     Rank 0's buffers are sent at the beginning of the window, as in DistributedDataParallel, but from here: the only
@@ -53,7 +53,7 @@ class Replicated(Synchroniser):
         self._known: set[tuple[int, ...]] = set()
         self.follow()
 
-    def follow(self) -> Synchroniser:
+    def follow(self) -> Synchronizer:
         """Wrap the model anew for another set of trainable parameters; average instead if they alternate."""
         trainable = tuple(id(p) for p in self.model.parameters() if p.requires_grad)
         if trainable in self._known:  # parts trained in turns: no new wrapper at every turn
@@ -134,7 +134,7 @@ class Replicated(Synchroniser):
         self._job = DistributedDataParallel(_Job(self.model), **{**self._options, "init_sync": False})
 
 
-class Wrapped(Synchroniser):
+class Wrapped(Synchronizer):
     """A model that the user wrapped in DistributedDataParallel: only its own forward synchronizes."""
 
     model: DistributedDataParallel
@@ -193,7 +193,7 @@ class Wrapped(Synchroniser):
         return True
 
 
-class Averaged(Synchroniser):
+class Averaged(Synchronizer):
     """Several losses, each with its own backward: gradients are averaged after the last one."""
 
     fix = "let every process compute every loss, from the same modules"
@@ -204,7 +204,7 @@ class Averaged(Synchroniser):
         self._members: set[int] = set()
         self.follow()
 
-    def follow(self) -> Synchroniser:
+    def follow(self) -> Synchronizer:
         """Send rank 0's values of new parameters to the others."""
         parameters = list(self.model.parameters())
         members = {id(p) for p in parameters}

@@ -35,7 +35,7 @@ from halfstep.step.sharded import Sharded, reshard
 from halfstep.step.start_check import StartCheck
 from halfstep.step.step_inputs import Holdings, StepInputs
 from halfstep.step.stored_formats import find_mistakes
-from halfstep.step.sync import Alone, Synchroniser
+from halfstep.step.sync import Alone, Synchronizer
 from halfstep.step.window import CallOrder
 from halfstep.user_code import warn_user
 
@@ -146,7 +146,7 @@ class StepperBase:
         self._losses = _losses(list(named), self.precision, loss_scale)
         self._emit(stale)
         settle(model)
-        self._synchroniser = synchroniser(
+        self._synchronizer = synchronizer(
             model, optimizers=len(self._slots), ddp=ddp or {}, ranks=self.ranks, narrow=self.weights is not None
         )
         if self.weights is not None:
@@ -328,7 +328,7 @@ class StepperBase:
     @property
     def gathered_bytes(self) -> int | None:
         """The bytes of weights that FSDP2 gathered on this rank in the last window; None where nothing is sharded."""
-        return self._synchroniser.gathered_bytes
+        return self._synchronizer.gathered_bytes
 
     @property
     def bad_parameter(self) -> Tensor | None:
@@ -538,9 +538,9 @@ def positive(name: str, given: Any) -> float | None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def synchroniser(
+def synchronizer(
     model: nn.Module, *, optimizers: int, ddp: Mapping[str, Any], ranks: Ranks, narrow: bool = False
-) -> Synchroniser:
+) -> Synchronizer:
     """Return the synchronizer that fits this model and these ranks; raise WrongUse if only parts are sharded.
 
     Gradients of `narrow` weights are averaged here: DistributedDataParallel sums in the format of the weights.

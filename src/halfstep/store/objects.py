@@ -243,7 +243,7 @@ class Store:
 
         self._patiently(key, ask, ask_again=(DENIED,))
 
-    def honours_conditions(self) -> bool:
+    def honors_conditions(self) -> bool:
         """Return whether the store refuses to create an object that exists, and to replace another version.
 
         Raises StoreFailed where it does not answer ranges.

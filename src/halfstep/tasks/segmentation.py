@@ -61,7 +61,7 @@ class Segmentation(Task):
         self.ignored: int = 255 if recipe.data.ignore_index is None else recipe.data.ignore_index
         self._sources: dict[Split, Source] = {}
         self._augmented = _augmentation(recipe.data, self.ignored)
-        self._coloured = _jitter(recipe.data)
+        self._colored = _jitter(recipe.data)
 
     def facts(self) -> dict[str, Any]:
         """Return the class names."""
@@ -94,10 +94,10 @@ class Segmentation(Task):
             image = image if image.dtype == torch.uint8 else scaled(image)
             image, mask = self._augmented(tv_tensors.Image(image), tv_tensors.Mask(mask))
             # ColorJitter clamps to 0..1, and floating-point images in a file may exceed that range.
-            image = image if sample["image"].is_floating_point() else self._coloured(image)
+            image = image if sample["image"].is_floating_point() else self._colored(image)
             # Model and collation get plain tensors, not torchvision's subclasses.
             image, mask = image.as_subclass(Tensor), mask.as_subclass(Tensor)
-        return {"image": self.preprocessing.normalised(image), "mask": mask}
+        return {"image": self.preprocessing.normalized(image), "mask": mask}
 
     def collate(self, split: Split, samples: list[Sample]) -> Sample:
         """Stack crops for training; pad whole images to one size for evaluation, and record each original `size`."""

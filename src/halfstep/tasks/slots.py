@@ -36,7 +36,7 @@ def overlays(frames: Sequence[Picture], masks: Any, slots: int) -> list[Picture]
     """
     # The palette's first color is black for the background, but slots treat the background as one more object: skip it.
     return [
-        images.laid_over(_grey(frame), _numbers(mask) + 1, slots + 1) for frame, mask in zip(frames, masks, strict=True)
+        images.laid_over(_gray(frame), _numbers(mask) + 1, slots + 1) for frame, mask in zip(frames, masks, strict=True)
     ]
 
 
@@ -52,7 +52,7 @@ def clip_picture(frames: Sequence[Picture], masks: Any, slots: int, truth: Any =
     return _below([images.side_by_side(row, GAP) for row in rows])
 
 
-def _grey(frame: Picture) -> Picture:
+def _gray(frame: Picture) -> Picture:
     picture: Picture = frame.mean(2, keepdims=True).round().astype(np.uint8).repeat(3, 2)
     return picture
 

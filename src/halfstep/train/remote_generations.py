@@ -196,7 +196,7 @@ def claim(request: ClaimRequest) -> dict[str, object]:
     """Make a launch the owner of a place and return its lease; raise StoreFailed `taken` for another run's place."""
     store = _store(request)
     known = Known(**request["known"])
-    conditional = store.honours_conditions()
+    conditional = store.honors_conditions()
     for _ in range(TRIES):
         owner, tag = read_owner(store)
         if owner is not None and owner.launch == request["launch"]:

@@ -132,10 +132,10 @@ def mask_trouble(look: FileFacts, reading: MaskReading) -> str:
     mask = look.mask
     if mask is None or not reading.strange(mask):
         return ""
-    soft_edges = not mask.in_colour and {0, 255} <= set(mask.pixels) and len(mask.pixels) > 4
+    soft_edges = not mask.in_color and {0, 255} <= set(mask.pixels) and len(mask.pixels) > 4
     if look.format == "JPEG" or mask.form == "shades" or soft_edges:
         return "blurred"
-    return "coloured" if mask.in_colour and reading.palette is None else "strange"
+    return "coloured" if mask.in_color and reading.palette is None else "strange"
 
 
 def masks_with(trouble: str) -> Find:

@@ -127,7 +127,7 @@ def far_from_one(microbatches: Sequence[Any], limit: float) -> list[Spot]:
     return _shared([spot for _, spot in sorted(found, key=lambda pair: -pair[0])])
 
 
-def normalised(attempt: StepInputs, spot: Spot) -> StepInputs:
+def normalized(attempt: StepInputs, spot: Spot) -> StepInputs:
     """Return the same step with the tensor at this place divided by its root mean square."""
 
     def ordinary(microbatch: Any) -> Any:

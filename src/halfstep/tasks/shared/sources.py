@@ -130,7 +130,7 @@ def drawn_pictures(data: Any) -> ShapePictures:
     return ShapePictures(data.samples, data.size, data.classes or 4, data.channels)
 
 
-def labelled(data: Any, known: Sequence[str] = (), store: Any = None) -> tuple[dict[Split, Source], list[str]]:
+def labeled(data: Any, known: Sequence[str] = (), store: Any = None) -> tuple[dict[Split, Source], list[str]]:
     """Return sources of images with labels for a classification recipe, and the class names.
 
     Classes that are `known` from training keep their numbers, and no others are allowed.
@@ -167,7 +167,7 @@ def pictured(data: Any, condition: str, store: Any = None) -> tuple[dict[Split, 
         drawn_by_class = drawn_pictures(data)
         return shared(drawn_by_class, data), drawn_by_class.classes
     if condition == "class":
-        return labelled(data, store=store)
+        return labeled(data, store=store)
 
     def asked_for(source: Source, under: str = "") -> Source:
         return Embedded(source, data_place(data.embeddings), under) if condition == "embedding" else source
