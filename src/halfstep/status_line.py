@@ -25,7 +25,7 @@ def unwatched(doing: str) -> None:
 
 def waiting(title: str) -> Now:
     """Return a function that shows what `title` is doing. Only rank 0 prints."""
-    return partial(_now, title)
+    return partial(_show_phase, title)
 
 
 def tell(line: str) -> None:
@@ -56,7 +56,7 @@ def clear() -> None:
     _shown = ""
 
 
-def _now(title: str, doing: str) -> None:
+def _show_phase(title: str, doing: str) -> None:
     if doing:
         tell(f"{title}: {doing}")
     else:

@@ -82,7 +82,7 @@ def test_what_tiles_join_into_is_wide_whatever_came_first(photographs: Path, pre
     for order in (samples, samples[::-1]):
         batch = task.collate("val", order)
         with precision_named(precision).inference(torch.device("cpu")):
-            logits = task._whole(model, batch)  # type: ignore[attr-defined]
+            logits = task._logits_of_whole_images(model, batch)  # type: ignore[attr-defined]
             loss = task.loss(model, batch)
         assert logits.dtype is torch.float32
         assert loss.dtype is torch.float32

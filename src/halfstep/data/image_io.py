@@ -190,7 +190,7 @@ def mask_of(file: str | Path | bytes, mask_classes: MaskClasses, name: str) -> T
     if mask_classes.palette is not None:
         numbers = _classes_from_colors(values, mask_classes.palette, name)
     else:
-        numbers = _from_values(_gray_of(values, name), mask_classes, name)
+        numbers = _classes_from_values(_gray_of(values, name), mask_classes, name)
     largest = max(mask_classes.classes - 1, mask_classes.ignore_index or 0)
     return torch.from_numpy(numbers).to(torch.uint8 if largest <= 255 else torch.int32)
 
@@ -226,7 +226,7 @@ def _classes_from_colors(values: Numbers, palette: Palette, name: str) -> Number
     return numbers
 
 
-def _from_values(values: Numbers, mask_classes: MaskClasses, name: str) -> Numbers:
+def _classes_from_values(values: Numbers, mask_classes: MaskClasses, name: str) -> Numbers:
     present = np.unique(values)
     if mask_classes.classes <= 2 and mask_classes.ignore_index != 255 and set(present.tolist()) <= {0, 255}:
         return np.equal(values, 255).astype(np.int64)

@@ -144,7 +144,7 @@ class ValLoader:
         keys = ([(0, number) for number in batch] for batch in self.share.once(len(self.samples)))
         reading = LoaderOptions(self._workers, self._to_device.pins, self.timeout, self.while_waiting, self.given_up)
         read = _read(self.samples, keys, self._collate, reading)
-        yield from map(self._to_device, _none_empty(read))
+        yield from map(self._to_device, _skip_empty_batches(read))
 
 
 class SeededCollate:
@@ -269,7 +269,7 @@ def _while_workers_live(batches: Iterator[Read]) -> Iterator[Read]:
         ) from error
 
 
-def _none_empty(batches: Iterator[Batch]) -> Iterator[Batch]:
+def _skip_empty_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
     """Yield the batches that have samples; the report of an empty one goes to a neighbor."""
     held: Batch | None = None
     orphans: list[Any] = []

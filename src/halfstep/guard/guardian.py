@@ -146,7 +146,7 @@ class Guardian:
         # Reading a tensor would wait for the device.
         self._rate = rate if isinstance(rate, (float, int)) else None
         if self._above:
-            self._spike.rate_jumped = _jumped(self.history().rates, self._rate)
+            self._spike.rate_jumped = _learning_rate_jumped(self.history().rates, self._rate)
         elif self.mode == "repair":
             self._snapshot.take_if_due(self.limits.keep_every)
         return True
@@ -352,7 +352,7 @@ class Guardian:
         self._applied_since_failure, self._rollbacks = int(state["applied_since_failure"]), int(state["rollbacks"])
 
 
-def _jumped(rates: Sequence[float], now: float | None) -> bool:
+def _learning_rate_jumped(rates: Sequence[float], now: float | None) -> bool:
     """Return whether the learning rate is far above that of the last steps, or was recently."""
     # The maximum also counts the past: one large step is enough, even if the learning rate is normal again.
     return bool(rates) and max(now or 0.0, *rates) > JUMP * statistics.median(rates)

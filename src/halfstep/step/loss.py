@@ -341,7 +341,7 @@ class StaticScale(LossScale):
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Load the scale; raise StateMismatch if there is none."""
-        self.value = _positive("scale", _require(state, "scale")["scale"])
+        self.value = _positive("scale", _require_keys(state, "scale")["scale"])
 
 
 class DynamicScale(LossScale):
@@ -416,7 +416,7 @@ class DynamicScale(LossScale):
 
         Raises StateMismatch for missing keys and for a scale that is not a finite number.
         """
-        _require(state, "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+        _require_keys(state, "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
         cap = float(state.get("cap", self.cap))
         loaded = DynamicScale(
             init_scale=cap,  # any value within the bounds; the real one is set below
@@ -453,7 +453,7 @@ def _positive(name: str, number: Any) -> float:
     return value
 
 
-def _require(state: Mapping[str, float], *keys: str) -> Mapping[str, float]:
+def _require_keys(state: Mapping[str, float], *keys: str) -> Mapping[str, float]:
     missing = [key for key in keys if key not in state]
     if missing:
         raise StateMismatch(

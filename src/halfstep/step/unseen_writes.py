@@ -104,14 +104,14 @@ class UnseenWrites:
         self._last_places = places
         # They share the memory and keep it alive without a copy, so that `.data =` can always be undone.
         self._aliases = [tensor.detach() for tensor in self._tensors]
-        self._groups = list(self._divided())
+        self._groups = list(self._divide_into_groups())
         self._suspects: list[_ChecksumGroup] = []
         self._compared: _ChecksumGroup | None = None
         self._before: Checksum | None = None
         self._known: list[bool] = []
         """The flags of memory that the host has compared by itself."""
 
-    def _divided(self) -> Iterator[_ChecksumGroup]:
+    def _divide_into_groups(self) -> Iterator[_ChecksumGroup]:
         """Divide the memory into groups for one step each, on one device, and all trained or all not."""
         words = [words_of(tensor.detach()) for tensor in self._tensors]
         places = sorted(range(len(words)), key=lambda place: self._tensors[place].requires_grad)

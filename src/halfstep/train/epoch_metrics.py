@@ -170,7 +170,7 @@ class _Foreign:
     def snapshot(self) -> list[dict[str, object]]:
         # Lists only grow, so their length suffices to roll back, however long they are.
         return [
-            {"_update_count": metric._update_count, **{name: _short(v) for name, v in metric.metric_state.items()}}
+            {"_update_count": metric._update_count, **{name: _as_length(v) for name, v in metric.metric_state.items()}}
             for metric in self._metrics
         ]
 
@@ -186,7 +186,7 @@ class _Length(NamedTuple):
     length: int
 
 
-def _short(value: Any) -> Any:
+def _as_length(value: Any) -> Any:
     return _Length(len(value)) if isinstance(value, list) else value
 
 
@@ -210,8 +210,8 @@ def _check(what: str, own: Mapping[str, Mapping[str, object]], saved: Mapping[st
         for name, value in parts.items():
             if not _fits(value, saved[path][name]):
                 raise StateMismatch(
-                    f"{what}: {name} was {_form(saved[path][name])}",
-                    allowed=f"{_form(value)}, as it is now",
+                    f"{what}: {name} was {_shape_and_dtype(saved[path][name])}",
+                    allowed=f"{_shape_and_dtype(value)}, as it is now",
                     do=f"use the run's original metrics, or {begin_again()}",
                 )
 
@@ -223,7 +223,7 @@ def _fits(own: Any, saved: Any) -> bool:
     return own.dtype == saved.dtype and (own.ndim == 0 or own.shape == saved.shape)
 
 
-def _form(value: Any) -> str:
+def _shape_and_dtype(value: Any) -> str:
     return f"{tuple(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 

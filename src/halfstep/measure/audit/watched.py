@@ -184,11 +184,11 @@ def _step(
             loss = one_loss(given)
             (loss * scale).backward()
     except Exception as error:
-        return listeners.watched(stopped=_explained(error, listeners.lint), scale=scale)
+        return listeners.watched(stopped=_explain_or_raise(error, listeners.lint), scale=scale)
     return listeners.watched(loss=loss.item(), gradients=gradients_of(model, device, scale), scale=scale)
 
 
-def _explained(error: Exception, lint: Lint) -> str:
+def _explain_or_raise(error: Exception, lint: Lint) -> str:
     """Return the error as one line if a finding explains it; otherwise raise it as the user's error."""
     if any(one.finding.severity == "error" for one in lint.spotted()):
         return str(error) if isinstance(error, WrongUse) else error_and_line(error)

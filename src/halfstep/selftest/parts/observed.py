@@ -28,7 +28,7 @@ class _WithoutAutocast(nn.Module):
 
 def check(place: PartContext) -> Measured:
     """Look at what every native precision of the device runs in."""
-    shares = {precision.name: _share(precision, place.device) for precision in place.native()}
+    shares = {precision.name: _measure_share(precision, place.device) for precision in place.native()}
     for precision in place.native():
         if precision.casts:
             _refused(precision, place.device)
@@ -36,7 +36,7 @@ def check(place: PartContext) -> Measured:
     return Measured(f"{words} of the work", {"shares": shares})
 
 
-def _share(precision: Precision, device: torch.device) -> float:
+def _measure_share(precision: Precision, device: torch.device) -> float:
     model = convolutional(device)
     # Seen with nothing of halfstep's: the format in which a layer's output arrives.
     seen: set[torch.dtype] = set()

@@ -162,7 +162,7 @@ def pictured(data: Any, condition: str, store: Any = None) -> tuple[dict[Split, 
 
     Raise `BadRecipe` where the data does not have the condition.
     """
-    _possible(data, condition)
+    _check_condition(data, condition)
     if condition == "class" and data.name == "shapes":
         drawn_by_class = drawn_pictures(data)
         return shared(drawn_by_class, data), drawn_by_class.classes
@@ -187,7 +187,7 @@ def pictured(data: Any, condition: str, store: Any = None) -> tuple[dict[Split, 
     return both(data, made), []
 
 
-def _possible(data: Any, condition: str) -> None:
+def _check_condition(data: Any, condition: str) -> None:
     fitting = _CONDITIONS.get(condition, (data.name,))
     if data.name not in fitting:
         raise BadRecipe(
