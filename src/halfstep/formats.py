@@ -80,7 +80,7 @@ FORMATS = {f.name: f for f in (FP64, FP32, TF32, BF16, FP16, FP8_E4M3, FP8_E5M2)
 _BY_DTYPE = {f.dtype: f for f in FORMATS.values() if f.dtype is not None}
 
 
-def widest(device: torch.device) -> torch.dtype:
+def widest_dtype(device: torch.device) -> torch.dtype:
     """Return the widest dtype that a device computes in; Apple's GPUs have nothing wider than fp32."""
     return torch.float32 if device.type == "mps" else torch.float64
 

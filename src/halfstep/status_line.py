@@ -28,7 +28,7 @@ def waiting(title: str) -> Now:
     return partial(_show_phase, title)
 
 
-def tell(line: str) -> None:
+def show_status(line: str) -> None:
     """Show a status line: on a terminal it replaces the previous one, in a log it is one more line."""
     global _shown
     line = in_line(line)
@@ -58,7 +58,7 @@ def clear() -> None:
 
 def _show_phase(title: str, doing: str) -> None:
     if doing:
-        tell(f"{title}: {doing}")
+        show_status(f"{title}: {doing}")
     else:
         clear()
 

@@ -136,7 +136,7 @@ class DrawnSamples(ShownAsPage):
         return Page("samples", (Paragraph(line, wrap=False),))
 
 
-def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, seed: int) -> DrawnSamples:
+def draw_samples(finished: Finished, out: Path, *, samples: int, columns: int | None, seed: int) -> DrawnSamples:
     """Draw samples with a seed, write them as one picture, and return the report.
 
     Raise `BadData` where there is nothing to draw from, `WrongUse` for a task that draws nothing.

@@ -18,7 +18,7 @@ from halfstep.cli import _probe
 from halfstep.errors import INTERRUPTED, SOFTWARE, HalfstepError, WrongLaunch
 from halfstep.host_memory import nothing_collected
 from halfstep.slurm import slurm_ranks
-from halfstep.status_line import clear, show, tell
+from halfstep.status_line import clear, show, show_status
 from halfstep.stop_signals import leave_unbegun, stop_signals
 
 if TYPE_CHECKING:
@@ -129,6 +129,6 @@ def _show_activity(words: list[str]) -> None:
     if "--help" in words or command in QUICK or command.startswith("-"):
         return
     if command == "train" and subject and not subject.startswith("-"):
-        tell(f"halfstep train {subject}: reading the recipe")
+        show_status(f"halfstep train {subject}: reading the recipe")
     elif command:
         show(f"halfstep {command}: loading")

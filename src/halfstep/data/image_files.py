@@ -39,10 +39,10 @@ def existing(root: str | Path, what: str) -> Path:
 
 def image_files(root: Path, under: str = "") -> list[str]:
     """Return the paths below `root` of the images in its folder `under`."""
-    return files(root, SUFFIXES, under)
+    return find_files(root, SUFFIXES, under)
 
 
-def files(root: Path, suffixes: tuple[str, ...], under: str = "") -> list[str]:
+def find_files(root: Path, suffixes: tuple[str, ...], under: str = "") -> list[str]:
     """Return the sorted paths below `root` of files with these suffixes in its folder `under`, without hidden ones."""
     return sorted(path for path in _walk(root, under, os.path.realpath(root), 0) if path.lower().endswith(suffixes))
 

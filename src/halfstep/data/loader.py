@@ -25,7 +25,7 @@ from halfstep.data.dataset import (
     is_finite,
     seeded,
 )
-from halfstep.data.to_device import moved
+from halfstep.data.to_device import move_to_device
 from halfstep.data.worker_processes import POLL, Deadline, SentKeys, TooSlow, Worker, from_workers
 from halfstep.errors import ENDED_FROM_OUTSIDE, BadData, HalfstepError, WorkerLost
 from halfstep.out_of_memory import for_workers
@@ -181,7 +181,9 @@ class ToDevice:
         self.pins = here.is_cuda or here.is_xpu
 
     def __call__(self, batch: Batch) -> Batch:
-        move = functools.partial(moved, device=self.device, channels_last=self.channels_last, non_blocking=self.pins)
+        move = functools.partial(
+            move_to_device, device=self.device, channels_last=self.channels_last, non_blocking=self.pins
+        )
         return batch._replace(tensors={name: move(tensor) for name, tensor in batch.tensors.items()})
 
 

@@ -15,7 +15,7 @@ from halfstep.data.dataset import BadSample, Files, Sample, Seal
 from halfstep.data.file_state import FileState, RecordedFile, change_since
 from halfstep.data.folders import same_size
 from halfstep.data.held_out import Numbers, divided
-from halfstep.data.image_files import MOST_BYTES, existing, files
+from halfstep.data.image_files import MOST_BYTES, existing, find_files
 from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
 from halfstep.data.layout import place_of
 from halfstep.data.shard_bytes import NEAR, READ, Part, announce_parts, joined, parts_in, read_parts
@@ -148,7 +148,7 @@ class Shards:
         found = read_parts(path, parts, lambda: self.name(index), lambda now: self._check(index, row, now, doubts))
         return _content_of(found, wanted)
 
-    def ahead(self, numbers: Sequence[int]) -> Iterator[int]:
+    def prefetch(self, numbers: Sequence[int]) -> Iterator[int]:
         """Read the bytes of the next samples, each shard opened once; yield the place of each before it is read.
 
         `content` reads those that are left out: from the first one on that is not as it was, or beyond `MOST_AHEAD`.
@@ -414,7 +414,7 @@ def shard_paths(root: str | Path) -> list[Path]:
     else:
         folder = existing(given, "the folder of shards")
         # Compressed ones are refused when they are read, with the command that unpacks them.
-        names = files(folder, (".tar",)) or _parquet_files(folder) or files(folder, (".tar.gz", ".tgz"))
+        names = find_files(folder, (".tar",)) or _parquet_files(folder) or find_files(folder, (".tar.gz", ".tgz"))
         paths = [folder / name for name in names]
     missing = [path for path in paths if not path.is_file()]
     if missing or not paths:
@@ -428,7 +428,7 @@ def shard_paths(root: str | Path) -> list[Path]:
 
 def _parquet_files(folder: Path) -> list[str]:
     """Return the Parquet files of a folder; raise BadData where they are those of several splits."""
-    names = files(folder, (PARQUET,))
+    names = find_files(folder, (PARQUET,))
     splits = sorted({name.partition("-")[0] for name in names} & SPLITS)
     if len(splits) > 1:
         raise BadData(

@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halfstep.data.image_files import files as files_below
+from halfstep.data.image_files import find_files as files_below
 from halfstep.data.layout import held_out_exactly, place_of
 from halfstep.data.token_files import (
     TOKENIZER,

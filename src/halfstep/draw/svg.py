@@ -372,10 +372,10 @@ def _file_style() -> str:
     light, dark = (dict(re.findall(r"--([a-z0-9-]+): *(#[0-9a-f]+)", part)) for part in found.split("/* dark */"))
     rules = found.split("/* rules */")[1]
 
-    def resolved(colors: dict[str, str]) -> str:
+    def resolve_colors(colors: dict[str, str]) -> str:
         return re.sub(r"var\(--([a-z0-9-]+)\)", lambda match: colors.get(match[1]) or light[match[1]], rules)
 
-    return f"{resolved(light)}@media (prefers-color-scheme: dark) {{{resolved(dark)}}}"
+    return f"{resolve_colors(light)}@media (prefers-color-scheme: dark) {{{resolve_colors(dark)}}}"
 
 
 @lru_cache(maxsize=1)

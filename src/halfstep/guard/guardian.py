@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from halfstep.errors import Diverged, same_keys, unknown_name
+from halfstep.errors import Diverged, check_same_keys, unknown_name
 from halfstep.guard.alarms.spike import DIVERGENCE, NEW_LEVEL, REFUSED, RISEN, Notice, Spike
 from halfstep.guard.diagnosis.diagnoser import Diagnoser
 from halfstep.guard.repair.advice import give_up_error
@@ -332,7 +332,7 @@ class Guardian:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise an error for a state that `load_state_dict` could not use; nothing is changed."""
-        same_keys("a Guardian's state", self.state_dict(), state)
+        check_same_keys("a Guardian's state", self.state_dict(), state)
         Remedies.from_dict(state["remedies"])
         Spike().load_state_dict(state["spike"])
         Skips(1, 1.0).load_state_dict(state["skips"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import WrongUse, unknown_name
-from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, widest
+from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, widest_dtype
 from halfstep.guard.diagnosis.trials import candidates
 from halfstep.measure.batches import mapped
 from halfstep.measure.batches import placed as placed_batch
@@ -131,7 +131,7 @@ def gradients_of(model: nn.Module, device: torch.device, scale: float) -> Gradie
     """Return the gradients by parameter, divided by the loss scale, as dense tensors."""
     # In fp64 where the device has it, so that dividing by the scale loses nothing.
     return {
-        name: _dense(parameter.grad.detach()).to(widest(device)) / scale
+        name: _dense(parameter.grad.detach()).to(widest_dtype(device)) / scale
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }

@@ -266,14 +266,14 @@ def _ended_without_folder(folder: Path, beat: Beat) -> Beat:
 
     owner = owner_of(folder)
 
-    def checked(phase: str, step: int) -> None:
+    def beat_while_owned(phase: str, step: int) -> None:
         nonlocal owner
         owner = owner or owner_of(folder)  # a rank other than 0 may claim the folder later
         if owner is not None:
             owner.raise_if_lost()
         beat(phase, step)
 
-    return checked
+    return beat_while_owned
 
 
 @contextmanager

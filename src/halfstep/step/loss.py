@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfstep.errors import StateMismatch, WrongUse, same_keys
-from halfstep.formats import as_fp32, widest
+from halfstep.errors import StateMismatch, WrongUse, check_same_keys
+from halfstep.formats import as_fp32, widest_dtype
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.ranks import Ranks
 
@@ -213,7 +213,7 @@ class LossSlot:
 
     def check_state(self, state: LossState) -> None:
         """Raise StateMismatch for a state that does not fit; nothing is changed."""
-        same_keys(f"the loss {self.name!r}", self.state_dict(), state)
+        check_same_keys(f"the loss {self.name!r}", self.state_dict(), state)
         # Loading into a copy runs all checks of the scale without changing it.
         LossSlot(self.name, copy.copy(self.scale)).load_state_dict(state)
 
@@ -238,7 +238,7 @@ def base_count(count: float, microbatches: int, ranks: int) -> float | None:
 
 def _wide(count: Count, device: torch.device) -> Tensor:
     """Return a count as a tensor in the widest dtype of its device, so that it is exact."""
-    return torch.as_tensor(count, dtype=widest(device), device=device)
+    return torch.as_tensor(count, dtype=widest_dtype(device), device=device)
 
 
 _ALLOWED = (

@@ -215,7 +215,7 @@ class Sharded(Synchronizer):
             with autocast:
                 losses = loss_fn(self.model, batch)
             if place == 0:  # the others have started the window too, since they sent their parameters
-                length = max(1, *map(int, self._ranks.published("micro-batches")))
+                length = max(1, *map(int, self._ranks.published_texts("micro-batches")))
             self.model.set_requires_gradient_sync(place == length - 1)
             _backward_from(losses)
             place += 1

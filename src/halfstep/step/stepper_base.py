@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import distributed
-from halfstep.errors import StateMismatch, WrongUse, same_keys, same_presence
+from halfstep.errors import StateMismatch, WrongUse, check_same_keys, check_same_presence
 from halfstep.finding import Finding
 from halfstep.formats import FP32
 from halfstep.observe.precision_check import LookAgain, LookSchedule, Observation, Watch, may_look_again
@@ -391,8 +391,8 @@ class StepperBase:
         ours = self.state_dict()
         _same_weight_format(ours, state)
         checks.check_same_conversion(ours.get("converted", {}), state.get("converted", {}))
-        same_keys("a Stepper's state", ours, state)
-        same_keys("optimizers", ours["optimizers"], state["optimizers"])
+        check_same_keys("a Stepper's state", ours, state)
+        check_same_keys("optimizers", ours["optimizers"], state["optimizers"])
         for name, slot in self._slots.items():
             slot.check_state(state["optimizers"][name])
         # Before the optimizers, because it can still refuse.
@@ -422,11 +422,11 @@ class StepperBase:
         ours = self.own_state()
         _same_weight_format(ours, state)
         checks.check_same_conversion(ours.get("converted", {}), state.get("converted", {}))
-        same_keys("a Stepper's own state", ours, state)
+        check_same_keys("a Stepper's own state", ours, state)
         for key in ("losses", "counts"):
-            same_keys(key, ours[key], state[key])
-        same_keys("precision", [self.precision.name], [state["precision"]])
-        same_presence("riders", "ema", ours, state)
+            check_same_keys(key, ours[key], state[key])
+        check_same_keys("precision", [self.precision.name], [state["precision"]])
+        check_same_presence("riders", "ema", ours, state)
         for name, loss in self._losses.items():
             loss.check_state(state["losses"][name])
         if self.weights is not None:

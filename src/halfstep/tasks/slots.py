@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.data.dataset import BadSample, Sample, Source
 from halfstep.data.image_io import scaled
-from halfstep.formats import widest
+from halfstep.formats import widest_dtype
 from halfstep.precision.island import island
 from halfstep.status_line import OnProgress
 from halfstep.tasks.models.slots.model import slot_model, temporal_contrast
@@ -89,7 +89,7 @@ class _OverClips(Metric):
         counts = counted(truth, said, (THINGS, self.slots))
         # float64 where the device has it: float32 holds integers exactly only up to 2**24, fewer than a clip has pairs
         # of pixels.
-        scores = self._scores(counts.to(widest(counts.device)))
+        scores = self._scores(counts.to(widest_dtype(counts.device)))
         judged = ~scores.isnan()
         self.scores = self.scores + (torch.where(judged, scores, 0.0) * UNIT).round().long().sum()
         self.clips = self.clips + judged.sum()

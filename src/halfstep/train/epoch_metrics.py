@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
-from halfstep.errors import StateMismatch, begin_again, same_keys
+from halfstep.errors import StateMismatch, begin_again, check_same_keys
 from halfstep.step.report import StepReport
 from halfstep.train.evaluation import values
 from halfstep.train.metrics import Metric, Metrics
@@ -116,8 +116,8 @@ class EpochMetrics:
 
     def check_state(self, state: EpochState) -> None:
         """Raise StateMismatch where `state` belongs to other metrics; change nothing."""
-        same_keys("the epoch so far", self.state_dict(), state)
-        same_keys("metrics", [name for name, _ in self._each()], state["metrics"])
+        check_same_keys("the epoch so far", self.state_dict(), state)
+        check_same_keys("metrics", [name for name, _ in self._each()], state["metrics"])
         for name, metric in self._each():
             _check(f"metric {name!r}", _state(metric), state["metrics"][name])
 
@@ -204,9 +204,9 @@ def _state(metric: Any) -> dict[str, dict[str, Any]]:
 
 
 def _check(what: str, own: Mapping[str, Mapping[str, object]], saved: Mapping[str, Mapping[str, object]]) -> None:
-    same_keys(what, own, saved)
+    check_same_keys(what, own, saved)
     for path, parts in own.items():
-        same_keys(what, parts, saved[path])
+        check_same_keys(what, parts, saved[path])
         for name, value in parts.items():
             if not _fits(value, saved[path][name]):
                 raise StateMismatch(

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from halfstep.errors import BadData, Diverged, begin_again, same_keys
+from halfstep.errors import BadData, Diverged, begin_again, check_same_keys
 from halfstep.guard.alarms.spike import REFUSED
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.monitors.monitors import Meters
@@ -100,7 +100,7 @@ def check_guards(stepper: Stepper, saved: Mapping[str, Mapping[str, object]]) ->
     """Raise where a guard would refuse its saved state; change nothing."""
     guards = {guard.name: guard for guard in stateful(stepper)}
     others = [name for name in guards if name not in OWN], [name for name in saved if name not in OWN]
-    same_keys("guards of the run", *others)
+    check_same_keys("guards of the run", *others)
     for name in guards.keys() & saved.keys():
         if hasattr(guards[name], "check_state"):
             guards[name].check_state(saved[name])

@@ -60,7 +60,7 @@ class Patch:
         for number in self._numbers(statement):
             self._changed[number] = None
 
-    def shift(self, statement: ast.stmt, indent: str) -> None:
+    def reindent(self, statement: ast.stmt, indent: str) -> None:
         """Give a statement, with all that is in it, another indentation."""
         self._demand(self._has_own_lines(statement) and not _has_long_text(statement))
         old = self._indent(statement)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from halfstep import distributed
-from halfstep.formats import widest
+from halfstep.formats import widest_dtype
 from halfstep.guard.diagnosis.trials import TrialOutcome
 from halfstep.guard.verdict import ProposedRemedy
 from halfstep.numbers import number
@@ -140,7 +140,7 @@ def normalized(attempt: StepInputs, spot: Spot) -> StepInputs:
 
 
 def _by_spread(leaf: Tensor) -> Tensor:
-    wide = leaf.detach().to(widest(leaf.device))
+    wide = leaf.detach().to(widest_dtype(leaf.device))
     size = wide.square().mean().sqrt()
     return (wide / size if float(size) > 0 else wide).to(leaf.dtype)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.data.dataset import BadSample, Source, split
 from halfstep.data.embeddings import Embedded
 from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, UnlabeledImages, folders_under
-from halfstep.data.image_files import existing, files, folders, image_files
+from halfstep.data.image_files import existing, find_files, folders, image_files
 from halfstep.data.layout import HELD_OUT, check_store_data, data_place, is_address
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps, SpriteStamps, Stamps
 from halfstep.data.synthetic.radio_maps import RadioMaps
@@ -61,7 +61,9 @@ def clips_in(place: Path, data: Any) -> Windows:
     Raise `BadData` where there are none.
     """
     are_videos = (
-        place.suffix.lower() in SUFFIXES if place.is_file() else bool(files(existing(place, "the folder"), SUFFIXES))
+        place.suffix.lower() in SUFFIXES
+        if place.is_file()
+        else bool(find_files(existing(place, "the folder"), SUFFIXES))
     )
     if not are_videos and (place.is_file() or not image_files(place)):
         raise BadData(f"{place} holds no clip", allowed=CLIPS, do="give the path of one of these")
