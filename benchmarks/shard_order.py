@@ -225,7 +225,7 @@ def cost(place: Path, pairs: int) -> Figures:
                 begin = time.process_time()
                 for first in range(0, len(numbers), 256):  # as a loader does
                     batch = numbers[first : first + 256]
-                    for _place in source.ahead(batch):
+                    for _place in source.prefetch(batch):
                         pass
                     for number in batch:
                         source.content(number)

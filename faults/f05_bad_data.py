@@ -116,7 +116,7 @@ def _removed(folder: Path) -> None:
     folder.rmdir()
 
 
-def _in_colour(path: Path) -> None:
+def _in_color(path: Path) -> None:
     pixels = np.zeros((*SIZE, 3), np.uint8)
     pixels[5:9, 5:9] = (200, 10, 10)
     Image.fromarray(pixels).save(path)
@@ -134,10 +134,10 @@ SETS = {
     "an image without a mask": Set(lambda root: (root / "masks" / FIFTH).unlink(), FIFTH),
     "labels out of range": Set(lambda root: _each(root, lambda path: _mask(path, (0, 7))), ANY),
     "masks of another shape": Set(lambda root: _each(root, lambda path: _mask(path, size=(20, 24))), ANY),
-    "masks in color": Set(lambda root: _each(root, _in_colour), ANY),
+    "masks in color": Set(lambda root: _each(root, _in_color), ANY),
     "a label out of range": Set(lambda root: _mask(root / "masks" / FIFTH, (0, 7)), FIFTH, late=True),
     "a mask of another shape": Set(lambda root: _mask(root / "masks" / FIFTH, size=(20, 24)), FIFTH, late=True),
-    "a mask in color": Set(lambda root: _in_colour(root / "masks" / FIFTH), FIFTH, late=True),
+    "a mask in color": Set(lambda root: _in_color(root / "masks" / FIFTH), FIFTH, late=True),
     "a class without images": Set(lambda root: _emptied(root / "dog"), "dog", "classification_tiny"),
     "no classes": Set(
         lambda root: (_removed(root / "dog"), _removed(root / "cat")), "no-classes", "classification_tiny"

@@ -49,12 +49,12 @@ def run(full: bool) -> Outcome:
     return outcome(trials, "no label turned")
 
 
-def write_shard(path: Path, labels: list[int], colour: int = 0) -> Path:
+def write_shard(path: Path, labels: list[int], color: int = 0) -> Path:
     """Write samples of eight by eight pixels: bitmaps, so that every color has the same size."""
     with tarfile.open(path, "w") as archive:
         for number, label in enumerate(labels):
             image = io.BytesIO()
-            Image.new("RGB", (8, 8), (colour, number, 0)).save(image, "BMP")
+            Image.new("RGB", (8, 8), (color, number, 0)).save(image, "BMP")
             for kind, content in (("bmp", image.getvalue()), ("cls", b"%d" % label)):
                 member = tarfile.TarInfo(f"{number:04d}.{kind}")
                 member.size = len(content)

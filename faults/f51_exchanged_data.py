@@ -28,7 +28,7 @@ ID = "F51"
 WHAT = "an image or a shard that is exchanged under a run is reported by name and not used; one that is touched is used"
 SAMPLES, STEPS, AT = 24, 12, 4
 """Six steps an epoch: every sample is read before and after the exchange."""
-COLOUR = 255
+COLOR = 255
 """The red of what is put in the place of others; none of the set has it."""
 Change = Callable[[Path], None]
 
@@ -120,8 +120,8 @@ def _other(victim: Path) -> Path:
     """Return a file of the same size beside the victim's folder, with other colors."""
     place = victim.parent.parent / "other"
     if victim.suffix == ".tar":
-        return write_shard(place, [number % len(CLASSES) for number in range(SAMPLES // len(CLASSES))], COLOUR)
-    place.write_bytes(_bitmap(COLOUR, 0))
+        return write_shard(place, [number % len(CLASSES) for number in range(SAMPLES // len(CLASSES))], COLOR)
+    place.write_bytes(_bitmap(COLOR, 0))
     return place
 
 

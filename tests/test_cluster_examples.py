@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from halfstep import errors
-from halfstep.cli._probe import StatusQuery, read_words
+from halfstep.cli._probe import StatusQuery, parse_status_query
 from halfstep.journal.prometheus import HELP
 from halfstep.runs.liveness import FOR_A_BEAT
 from halfstep.train.status import RESTARTABLE
@@ -65,7 +65,7 @@ def test_a_pod_is_judged_by_the_status_of_its_own_rank(job: dict[str, Any], tmp_
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=20)
         command, *rest = done.stdout.split()
         assert (done.returncode, command) == (76, "status")
-        assert read_words(rest) == StatusQuery(Path(folder), 60, 3)
+        assert parse_status_query(rest) == StatusQuery(Path(folder), 60, 3)
         # Longer than a rank is watched where its process is not found, and longer than ranks look for each other.
         assert probe["timeoutSeconds"] > FOR_A_BEAT
         assert probe["periodSeconds"] * probe["failureThreshold"] >= pauses

@@ -101,7 +101,7 @@ def test_checkpoints_that_are_always_gone_end_the_search(run: Path, monkeypatch:
     gone = CheckpointDir(run / "checkpoints" / "step-00000001.0001", 1, 1)
     asked = []
     monkeypatch.setattr("halfstep.checkpoint.paths.generations", lambda folder: asked.append(folder) or [gone])
-    assert verify.read_all(run).verdicts == []
+    assert verify.read_checkpoints(run).verdicts == []
     assert len(asked) == verify.TRIES
 
 

@@ -12,7 +12,7 @@ import torch
 
 import halfstep
 from halfstep.cli._commands import Commands
-from halfstep.cli._out_of_memory import _changes, _ledger, _verdict
+from halfstep.cli._out_of_memory import _changes, _ledger_table, _verdict
 from halfstep.errors import OUT_OF_MEMORY, BadRecipe, OutOfMemory
 from halfstep.journal.jsonl import read_events
 from halfstep.measure.case import Case, case_of
@@ -220,7 +220,7 @@ def test_the_line_to_type_has_what_fits(found: dict[str, int], said: str, sizes:
     everything = WayOut(AT_PEAK, "the update", 2**29, **found)
     assert said in _verdict(failed, everything)
     assert _changes(failed, everything) == sizes
-    parts = [part for part, _ in _ledger(everything).rows]
+    parts = [part for part, _ in _ledger_table(everything).rows]
     assert "activations" in parts
     assert "batch" not in parts
 

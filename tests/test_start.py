@@ -179,8 +179,8 @@ def test_a_folder_in_use_is_told_of_before_torch_is_loaded(folder: Path, tmp_pat
 def test_help_waits_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     status_line.clear()
     assert "recipes" in QUICK
-    status_line.tell("halfstep train x\x1b[2J: reading\n")
-    status_line.tell("halfstep train x\x1b[2J: reading\n")
+    status_line.show_status("halfstep train x\x1b[2J: reading\n")
+    status_line.show_status("halfstep train x\x1b[2J: reading\n")
     status_line.show("nothing in a log")
     status_line.clear()
     assert capsys.readouterr().err == "halfstep train x\\x1b[2J: reading \n"

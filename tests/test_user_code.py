@@ -13,7 +13,7 @@ import torch
 from halfstep import user_code
 from halfstep.observe import nonfinite_origin
 from halfstep.step import rerun, stepper
-from halfstep.user_code import is_own, is_theirs, running_line, shown
+from halfstep.user_code import is_theirs, is_user_file, running_line, shown
 
 HERE = "test_user_code.py"
 
@@ -76,9 +76,9 @@ def test_whose_a_file_is() -> None:
     assert not is_theirs(user_code.__file__)
     assert not is_theirs(str(Path(sysconfig.get_path("stdlib")) / "functools.py"))
     assert not is_theirs("<string>")
-    assert is_own(__file__)
-    assert not is_own(str(packages / "timm" / "models" / "resnet.py"))
-    assert not is_own(nonfinite_origin.__file__)
+    assert is_user_file(__file__)
+    assert not is_user_file(str(packages / "timm" / "models" / "resnet.py"))
+    assert not is_user_file(nonfinite_origin.__file__)
 
 
 def test_files_are_shown_as_people_know_them() -> None:

@@ -19,4 +19,4 @@ def apply() -> None:
             return str(error)
         return None if size == sealed.size else "another size"
 
-    reading.problem_with = by_size  # type: ignore[attr-defined]
+    reading.find_file_defect = by_size  # type: ignore[attr-defined]

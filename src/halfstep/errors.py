@@ -450,7 +450,7 @@ def mismatched_extra(error: Exception) -> MissingExtra | None:
     )
 
 
-def same_keys(what: str, ours: Collection[str], saved: Collection[str]) -> None:
+def check_same_keys(what: str, ours: Collection[str], saved: Collection[str]) -> None:
     """Raise StateMismatch where saved names and ours differ."""
     missing, extra = sorted(set(ours) - set(saved)), sorted(set(saved) - set(ours))
     if missing or extra:
@@ -463,9 +463,9 @@ def same_keys(what: str, ours: Collection[str], saved: Collection[str]) -> None:
         )
 
 
-def same_presence(what: str, key: str, ours: Mapping[str, object], saved: Mapping[str, object]) -> None:
+def check_same_presence(what: str, key: str, ours: Mapping[str, object], saved: Mapping[str, object]) -> None:
     """Raise StateMismatch where `key` is None in one of the two states and not in the other."""
-    same_keys(what, [key] if ours[key] is not None else [], [key] if saved[key] is not None else [])
+    check_same_keys(what, [key] if ours[key] is not None else [], [key] if saved[key] is not None else [])
 
 
 def same_form(what: object, ours: int, saved: int, *, for_earlier: str) -> None:

@@ -56,17 +56,17 @@ class Format:
         return int((self.fraction_bits + 1) * math.log10(2))
 
 
-def _stored(name: str, dtype: torch.dtype) -> Format:
+def _format_of_dtype(name: str, dtype: torch.dtype) -> Format:
     facts = torch.finfo(dtype)
     return Format(name, dtype, facts.max, facts.smallest_normal, facts.eps)
 
 
-FP32 = _stored("fp32", torch.float32)
-FP64 = _stored("fp64", torch.float64)
-BF16 = _stored("bf16", torch.bfloat16)
-FP16 = _stored("fp16", torch.float16)
-FP8_E4M3 = _stored("fp8_e4m3", torch.float8_e4m3fn)
-FP8_E5M2 = _stored("fp8_e5m2", torch.float8_e5m2)
+FP32 = _format_of_dtype("fp32", torch.float32)
+FP64 = _format_of_dtype("fp64", torch.float64)
+BF16 = _format_of_dtype("bf16", torch.bfloat16)
+FP16 = _format_of_dtype("fp16", torch.float16)
+FP8_E4M3 = _format_of_dtype("fp8_e4m3", torch.float8_e4m3fn)
+FP8_E5M2 = _format_of_dtype("fp8_e5m2", torch.float8_e5m2)
 # tf32 has fp32's exponent and fp16's fraction. No dtype stores it, so torch.finfo cannot be asked.
 TF32 = Format(
     "tf32",
@@ -80,7 +80,7 @@ FORMATS = {f.name: f for f in (FP64, FP32, TF32, BF16, FP16, FP8_E4M3, FP8_E5M2)
 _BY_DTYPE = {f.dtype: f for f in FORMATS.values() if f.dtype is not None}
 
 
-def widest(device: torch.device) -> torch.dtype:
+def widest_dtype(device: torch.device) -> torch.dtype:
     """Return the widest dtype that a device computes in; Apple's GPUs have nothing wider than fp32."""
     return torch.float32 if device.type == "mps" else torch.float64
 

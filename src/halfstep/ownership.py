@@ -41,7 +41,7 @@ class Holder:
     host: str
     since: str
     machine: str = ""
-    """See `machine_id`; empty in files of earlier versions."""
+    """See `boot_and_container_id`; empty in files of earlier versions."""
     launch: str = ""
     """The token of its launch; empty in files of earlier versions."""
 
@@ -58,12 +58,12 @@ class Holder:
     def own(cls, launch: str) -> Holder:
         """Return this process as a holder."""
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return cls(os.getpid(), socket.gethostname(), since, machine_id(), launch)
+        return cls(os.getpid(), socket.gethostname(), since, boot_and_container_id(), launch)
 
     @property
     def is_here(self) -> bool:
         """Return whether its process id is one of this host."""
-        return self.host == socket.gethostname() and self.machine in ("", machine_id())
+        return self.host == socket.gethostname() and self.machine in ("", boot_and_container_id())
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
@@ -74,7 +74,7 @@ def token_of(value: Any) -> str | None:
     return value if isinstance(value, str) and _TOKEN.fullmatch(value) else None
 
 
-def machine_id() -> str:
+def boot_and_container_id() -> str:
     """Return what tells two hosts of one name apart: a digest of the boot and of the container; empty if not known.
 
     A pod that is replaced keeps its name, and may have its process ids again, while the old one is still running.

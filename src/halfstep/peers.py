@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from halfstep.ownership import is_alive, machine_id
+from halfstep.ownership import boot_and_container_id, is_alive
 
 SETTLED = 2.0
 """Seconds after its end from which a process counts as gone: what it sent before may still arrive."""
@@ -42,7 +42,7 @@ def read_processes(text: str) -> list[RankProcess]:
 def host_id() -> str:
     """Return a name that is the same for two processes only if each can see the other by its process id."""
     # Not the host's name alone: two containers may share one, and have separate process ids.
-    return f"{socket.gethostname()} {machine_id()}"
+    return f"{socket.gethostname()} {boot_and_container_id()}"
 
 
 def is_gone(process: RankProcess) -> bool:

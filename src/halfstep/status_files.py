@@ -45,7 +45,7 @@ class StatusFile:
     pid: int | None = None
     host: str | None = None
     machine: str | None = None
-    """See `ownership.machine_id`."""
+    """See `ownership.boot_and_container_id`."""
     job: str | None = None
     rank: int | None = None
     since: str | None = None

@@ -25,10 +25,10 @@ def unwatched(doing: str) -> None:
 
 def waiting(title: str) -> Now:
     """Return a function that shows what `title` is doing. Only rank 0 prints."""
-    return partial(_now, title)
+    return partial(_show_phase, title)
 
 
-def tell(line: str) -> None:
+def show_status(line: str) -> None:
     """Show a status line: on a terminal it replaces the previous one, in a log it is one more line."""
     global _shown
     line = in_line(line)
@@ -56,9 +56,9 @@ def clear() -> None:
     _shown = ""
 
 
-def _now(title: str, doing: str) -> None:
+def _show_phase(title: str, doing: str) -> None:
     if doing:
-        tell(f"{title}: {doing}")
+        show_status(f"{title}: {doing}")
     else:
         clear()
 

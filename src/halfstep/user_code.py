@@ -45,7 +45,7 @@ def is_theirs(file: str) -> bool:
     return not file.startswith(_NOT_THEIRS) and (file.startswith(_PACKAGES) or not file.startswith(_PYTHONS))
 
 
-def is_own(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Return whether a file is the user's own to change, and not of an installed package."""
     return is_theirs(file) and not file.startswith(_PACKAGES)
 
@@ -66,7 +66,7 @@ def warn_user(text: str) -> None:
     frames = list(traceback.walk_stack(sys._getframe(1)))
     files = [frame.f_code.co_filename for frame, _ in frames]
     outside = [level for level, file in enumerate(files) if not file.startswith((HALFSTEP, TORCH, _PYTHONS))]
-    own = [level for level, file in enumerate(files) if is_own(file)]
+    own = [level for level, file in enumerate(files) if is_user_file(file)]
     warnings.warn(text, stacklevel=2 + next(iter(own or outside), 0))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from halfstep.checkpoint import sealed
 from halfstep.checkpoint.paths import Disk
-from halfstep.checkpoint.sealed import Sealed, problem_with, read_bounded, write_sealed
+from halfstep.checkpoint.sealed import Sealed, find_file_defect, read_bounded, write_sealed
 from halfstep.errors import Unsafe
 
 
@@ -44,7 +44,7 @@ def test_pieces_become_one_file(pieces: list[bytes], tmp_path: Path) -> None:
     found = write_sealed(disk, tmp_path / "rank-00000.json", pieces)
     assert found == Sealed("rank-00000.json", len(whole), hashlib.sha256(whole).hexdigest())
     assert (tmp_path / "rank-00000.json").read_bytes() == whole
-    assert problem_with(tmp_path, found) is None
+    assert find_file_defect(tmp_path, found) is None
     assert (disk.open, disk.flushed) == (0, 1)
 
 
@@ -54,7 +54,7 @@ def test_a_large_piece_is_written_block_by_block(tmp_path: Path, monkeypatch: py
     found = write_sealed(disk, tmp_path / "a", [content, content])
     assert disk.writes == 6
     assert (tmp_path / "a").read_bytes() == content * 2
-    assert problem_with(tmp_path, found) is None
+    assert find_file_defect(tmp_path, found) is None
 
 
 def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
@@ -84,19 +84,19 @@ def test_every_change_is_told(tmp_path: Path) -> None:
         content = bytearray(b"{" * 40)
         content[place] ^= 1
         (tmp_path / "a").write_bytes(content)
-        assert problem_with(tmp_path, found) == "a has the right size and another SHA-256 than was written"
+        assert find_file_defect(tmp_path, found) == "a has the right size and another SHA-256 than was written"
     (tmp_path / "a").write_bytes(b"{" * 39)
-    assert problem_with(tmp_path, found) == "a has 39 bytes, 40 were written"
+    assert find_file_defect(tmp_path, found) == "a has 39 bytes, 40 were written"
 
 
 def test_what_is_no_file_is_told_and_never_waited_for(tmp_path: Path) -> None:
     whole = write_sealed(Disk(), tmp_path / "a", [b"{}"])
-    assert problem_with(tmp_path, whole._replace(name="b")) == "b: No such file or directory"
+    assert find_file_defect(tmp_path, whole._replace(name="b")) == "b: No such file or directory"
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "folder", "pipe"):
-        assert problem_with(tmp_path, whole._replace(name=name)) is not None
+        assert find_file_defect(tmp_path, whole._replace(name=name)) is not None
         with pytest.raises(OSError):
             read_bounded(tmp_path / name, 100)
 
@@ -113,6 +113,6 @@ def test_no_more_is_read_than_allowed(tmp_path: Path) -> None:
 def test_a_pickle_is_refused_also_where_its_digest_fits(tmp_path: Path) -> None:
     found = write_sealed(Disk(), tmp_path / "a", [pickle.dumps({"a": [1, 2]})])
     with pytest.raises(Unsafe):
-        problem_with(tmp_path, found)
+        find_file_defect(tmp_path, found)
     with pytest.raises(Unsafe):
         read_bounded(tmp_path / "a", 1000)

@@ -26,7 +26,7 @@ from halfstep.checkpoint.paths import Disk, generations
 from halfstep.checkpoint.reading import read_state
 from halfstep.cli.main import build
 from halfstep.errors import USAGE, HalfstepError
-from halfstep.runs.verify import VerifiedRun, read_all
+from halfstep.runs.verify import VerifiedRun, read_checkpoints
 from halfstep.train.state import COMPONENTS
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -246,7 +246,7 @@ def test_a_run_that_is_saving_all_the_time_is_never_found_damaged(tmp_path: Path
     deadline = time.monotonic() + 30
     try:
         while len(names) < 100 and time.monotonic() < deadline:
-            verdicts = read_all(tmp_path).verdicts
+            verdicts = read_checkpoints(tmp_path).verdicts
             problems |= {one.problem for one in verdicts}
             names |= {one.generation.name for one in verdicts}
     finally:

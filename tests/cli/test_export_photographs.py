@@ -162,9 +162,9 @@ def test_the_code_reads_files_of_every_depth_as_training_does(tmp_path: Path, ch
     taken = Preprocessing(channels, (0.5,) * channels, (0.25,) * channels, max_side=40)
     signature = Signature(taken, ["a", "b"], "mask", 1, variable_size=True)
     pixels = np.random.default_rng(0).integers(0, 2**16, (60, 90), np.uint16)
-    colour = np.random.default_rng(1).integers(0, 256, (60, 90, 4), np.uint8)
+    color = np.random.default_rng(1).integers(0, 256, (60, 90, 4), np.uint8)
     deep = {"I;16": pixels, "F": (pixels / 65535).astype(np.float32)}
-    image = Image.fromarray(deep[mode]) if mode in deep else Image.fromarray(colour).convert(mode)
+    image = Image.fromarray(deep[mode]) if mode in deep else Image.fromarray(color).convert(mode)
     file = tmp_path / ("x.tiff" if mode in deep else "x.png")
     image.save(file)
     task = made("segmentation", data={"channels": channels})

@@ -35,17 +35,17 @@ from halfstep.files import cache_folder
 from tests.support.movi import write_movi
 
 
-def coloured(number: int) -> bytes:
+def colored(number: int) -> bytes:
     """A bitmap: every color has the same size."""
     file = io.BytesIO()
     Image.new("RGB", (8, 8), (number, 0, 0)).save(file, "BMP")
     return file.getvalue()
 
 
-def write_shard(path: Path, labels: list[int], colour: int = 0, padding: int = 0) -> Path:
+def write_shard(path: Path, labels: list[int], color: int = 0, padding: int = 0) -> Path:
     with tarfile.open(path, "w") as archive:
         for number, label in enumerate(labels):
-            parts = {"bmp": coloured(colour + number), "cls": b"%d" % label, "bin": bytes(padding)}
+            parts = {"bmp": colored(color + number), "cls": b"%d" % label, "bin": bytes(padding)}
             for kind, content in parts.items():
                 member = tarfile.TarInfo(f"{number:04d}.{kind}")
                 member.size = len(content)
@@ -167,7 +167,7 @@ def refused(source: Shards | MoviShards, number: int = 0) -> str:
 
 
 def test_a_shard_replaced_under_a_run_is_not_used(tmp_path: Path) -> None:
-    shard, other = write_shard(tmp_path / "a.tar", [0, 1]), write_shard(tmp_path / "b", [1, 0], colour=100)
+    shard, other = write_shard(tmp_path / "a.tar", [0, 1]), write_shard(tmp_path / "b", [1, 0], color=100)
     assert shard.stat().st_size == other.stat().st_size
     source = Shards(shard)
     source.read(0)
@@ -180,7 +180,7 @@ def test_a_shard_replaced_under_a_run_is_not_used(tmp_path: Path) -> None:
 def test_pictures_exchanged_in_place_under_a_run_are_not_used(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "a.tar", [0, 1])
     source, before = Shards(shard), shard.stat()
-    write_in_place(shard, write_shard(tmp_path / "b", [0, 1], colour=100).read_bytes())
+    write_in_place(shard, write_shard(tmp_path / "b", [0, 1], color=100).read_bytes())
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert refused(source) == "its shard has been written or touched since the run began"
 
@@ -240,7 +240,7 @@ def folder(tmp_path: Path) -> Path:
     for number in range(6):
         file = tmp_path / "set" / "ab"[number % 2] / f"{number}.bmp"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(coloured(number))
+        file.write_bytes(colored(number))
     return tmp_path / "set"
 
 
@@ -260,7 +260,7 @@ def test_an_image_replaced_under_a_run_is_reported_and_not_used(folder: Path, tm
     samples, file = samples_of(folder), folder / "a" / "0.bmp"
     assert read(samples).replaced == []
     other = tmp_path / "other"
-    other.write_bytes(coloured(200))
+    other.write_bytes(colored(200))
     other.replace(file)
     found = read(samples)
     (one,) = found.replaced
@@ -275,7 +275,7 @@ def test_an_image_replaced_under_a_run_is_reported_and_not_used(folder: Path, tm
 def test_an_image_written_in_place_under_a_run_is_not_used(folder: Path) -> None:
     samples, file = samples_of(folder), folder / "a" / "0.bmp"
     before = file.stat()
-    write_in_place(file, coloured(200))
+    write_in_place(file, colored(200))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert read(samples).replaced[0].reason == "its file has been written or touched since the run began"
 

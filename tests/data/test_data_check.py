@@ -76,7 +76,7 @@ def antialiased(path: Path) -> None:
     image.resize((48, 40), Image.Resampling.BICUBIC).rotate(20, Image.Resampling.BICUBIC).save(path)
 
 
-def in_colour(path: Path) -> None:
+def in_color(path: Path) -> None:
     pixels = np.zeros((40, 48, 3), np.uint8)
     pixels[5:9, 5:9] = (200, 10, 10)
     Image.fromarray(pixels).save(path)
@@ -108,7 +108,7 @@ PLANTED: dict[str, Callable[[Path], object]] = {
     "same-name": lambda root: photograph(root / "images/06.jpg"),
     "mask-values": lambda root: mask(root / "masks/06.png", values=(0, 7)),
     "mask-blurred": lambda root: antialiased(root / "masks/07.png"),
-    "mask-in-colour": lambda root: in_colour(root / "masks/08.png"),
+    "mask-in-colour": lambda root: in_color(root / "masks/08.png"),
     "empty-mask": lambda root: mask(root / "masks/09.png", values=(0,)),
     "link-outside": lambda root: (root / "images/99.png").symlink_to("/etc/hostname"),
     "link-broken": lambda root: (root / "images/98.png").symlink_to("nowhere.png"),

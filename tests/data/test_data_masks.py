@@ -57,11 +57,11 @@ def test_of_a_palette_file_the_numbers_count_not_the_colours() -> None:
 
 @pytest.mark.wording
 def test_colours_are_read_through_a_palette() -> None:
-    colours = [[0, 0, 0], [255, 0, 0], [0, 0, 255]]
+    colors = [[0, 0, 0], [255, 0, 0], [0, 0, 255]]
     values = [[[0, 0, 255], [255, 0, 0], [0, 0, 0]]]
-    assert read(png(values), classes=3, palette=colours).tolist() == [[2, 1, 0]]
+    assert read(png(values), classes=3, palette=colors).tolist() == [[2, 1, 0]]
     with pytest.raises(BadData, match=r"the color \[1, 2, 3\]"):
-        read(png([[[1, 2, 3]]]), classes=3, palette=colours)
+        read(png([[[1, 2, 3]]]), classes=3, palette=colors)
 
 
 @pytest.mark.wording

@@ -92,8 +92,8 @@ def test_labels_are_learned_by_a_small_network_and_not_by_mean_colour() -> None:
         *conv(3, 16, 2), *conv(16, 32, 2), *conv(32, 64, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 4)
     )
     assert accuracy(fitted(network, x, y, 100), x2, y2) > 0.8
-    colour = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 4))
-    assert accuracy(fitted(colour, x, y, 100), x2, y2) < 0.5
+    color = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 4))
+    assert accuracy(fitted(color, x, y, 100), x2, y2) < 0.5
 
 
 def test_masks_are_learned_by_a_small_network_and_not_by_colour() -> None:
@@ -109,6 +109,6 @@ def test_masks_are_learned_by_a_small_network_and_not_by_colour() -> None:
         *conv(3, 8), *conv(8, 16, 2), *conv(16, 16), *conv(16, 16), nn.Upsample(scale_factor=2), nn.Conv2d(16, 2, 1)
     )
     pixelwise = nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU(), nn.Conv2d(32, 2, 1))
-    learned, by_colour = iou(fitted(network, x, y, 100)), iou(fitted(pixelwise, x, y, 100))
+    learned, by_color = iou(fitted(network, x, y, 100)), iou(fitted(pixelwise, x, y, 100))
     assert learned > 0.6
-    assert learned > by_colour + 0.1
+    assert learned > by_color + 0.1

@@ -44,8 +44,8 @@ def test_pixels_come_as_they_are(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
 def test_lossy_kinds_are_read(kind: str) -> None:
-    grey = Image.new("RGB", (20, 10), (90, 120, 150))
-    tensor = read_image(saved(grey, kind))
+    gray = Image.new("RGB", (20, 10), (90, 120, 150))
+    tensor = read_image(saved(gray, kind))
     assert tensor.shape == (3, 10, 20)
     assert (tensor.float().mean((1, 2)) - torch.tensor([90.0, 120.0, 150.0])).abs().max() < 4
 

@@ -34,7 +34,7 @@ def write(path: Path, samples: list[dict[str, Any]]) -> Path:
     return path
 
 
-def labelled(n: int) -> dict[str, Any]:
+def labeled(n: int) -> dict[str, Any]:
     return {"__key__": f"{n:04d}", "png": encoded(picture(n)), "cls": n % 3}
 
 
@@ -50,7 +50,7 @@ def tar(path: Path, members: dict[str, bytes]) -> Path:
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     for shard in range(3):
-        write(tmp_path / "set" / f"train-{shard:03d}.tar", [labelled(n) for n in range(shard * 5, shard * 5 + 5)])
+        write(tmp_path / "set" / f"train-{shard:03d}.tar", [labeled(n) for n in range(shard * 5, shard * 5 + 5)])
     return tmp_path / "set"
 
 
@@ -154,7 +154,7 @@ def _never(*given: object) -> None:
 
 def test_a_changed_shard_is_scanned_again(shards: Path) -> None:
     assert len(Shards(shards)) == 15
-    write(shards / "train-000.tar", [labelled(n) for n in range(9)])
+    write(shards / "train-000.tar", [labeled(n) for n in range(9)])
     assert len(Shards(shards)) == 19
     assert Shards(shards).read(8)["label"] == 2
 

@@ -12,7 +12,7 @@ from PIL import Image
 from faults.bad_images import DAMAGED, picture
 from halfstep.data.dataset import BadSample, Subset, files_of, without_image
 from halfstep.data.fingerprint import fingerprint
-from halfstep.data.folders import ImagePairs, Images, folders_under
+from halfstep.data.folders import ImagePairs, UnlabeledImages, folders_under
 from halfstep.errors import BadData, Unsafe
 
 
@@ -43,8 +43,8 @@ def test_each_image_comes_with_its_condition(root: Path) -> None:
         assert sample["image"].shape == (3, 6, 8)
         assert sample["condition"].shape == (1, 6, 8)
         assert np.array_equal(sample["image"].permute(1, 2, 0), np.array(picture(image, 64).resize((8, 6))))
-        grey = np.array(picture(condition, 64).resize((8, 6)).convert("L"))
-        assert np.array_equal(sample["condition"][0], grey)
+        gray = np.array(picture(condition, 64).resize((8, 6)).convert("L"))
+        assert np.array_equal(sample["condition"][0], gray)
         assert torch.equal(without_image(source, n)["condition"], sample["condition"])
         assert set(without_image(source, n)) == {"condition"}
 
@@ -145,11 +145,11 @@ def test_a_changed_condition_is_noticed(root: Path) -> None:
 
 @pytest.mark.wording
 def test_images_alone_are_all_that_lie_below_a_folder(root: Path) -> None:
-    source = Images(root / "images", 1)
+    source = UnlabeledImages(root / "images", 1)
     assert [source.key(n) for n in range(len(source))] == ["a.png", "area/c.png", "b.png"]
     assert set(source.read(1)) == {"image"}
     assert source.read(1)["image"].shape == (1, 6, 8)
     assert without_image(source, 1) == {}
     (root / "nothing").mkdir()
     with pytest.raises(BadData, match="nothing holds no image"):
-        Images(root / "nothing")
+        UnlabeledImages(root / "nothing")

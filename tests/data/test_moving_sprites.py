@@ -69,12 +69,12 @@ def test_the_image_says_exactly_what_the_mask_says(stamps: Any) -> None:
     for n in range(20):
         sample = MovingSprites(stamps, 20, 64).read(n)
         image, mask = sample["image"].permute(0, 2, 3, 1), sample["mask"]
-        colours = [image[mask == number].unique(dim=0) for number in mask.unique().tolist() if number]
-        assert all(len(colour) == 1 for colour in colours)
-        hues = sorted(colorsys.rgb_to_hsv(*(colour[0] / 255).tolist())[0] for colour in colours)
+        colors = [image[mask == number].unique(dim=0) for number in mask.unique().tolist() if number]
+        assert all(len(color) == 1 for color in colors)
+        hues = sorted(colorsys.rgb_to_hsv(*(color[0] / 255).tolist())[0] for color in colors)
         assert all(b - a > 0.1 for a, b in itertools.pairwise([*hues, hues[0] + 1.0]))
         assert image[mask == 0].max() <= 110
-        assert min(int(colour.max()) for colour in colours) >= 170
+        assert min(int(color.max()) for color in colors) >= 170
         still = image[0].clone()
         seen = (mask[0] == 0) & (mask[1] == 0)
         assert torch.equal(image[1][seen], still[seen])

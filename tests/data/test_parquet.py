@@ -14,7 +14,7 @@ from halfstep.data.choose_order import choose_order, order_facts
 from halfstep.data.dataset import BadSample, split
 from halfstep.data.fingerprint import different, fingerprint
 from halfstep.data.parquet_shards import ParquetShards, open_shards
-from halfstep.data.shard_check import shard_change
+from halfstep.data.shard_check import find_shard_change
 from halfstep.data.shards import Shards
 from halfstep.errors import BadData, MissingExtra
 
@@ -85,7 +85,7 @@ def test_other_bytes_are_found(tmp_path: Path, damage: str) -> None:
         write(path, 40, begin=3)
     with pytest.raises(BadSample, match=r"shard|indexed"):
         [source.read(n) for n in range(40)]
-    assert shard_change(source, 0)
+    assert find_shard_change(source, 0)
 
 
 @pytest.mark.wording

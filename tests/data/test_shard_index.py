@@ -21,7 +21,7 @@ from halfstep.data import held_out
 from halfstep.data.dataset import BadSample, Subset, split
 from halfstep.data.fingerprint import Fingerprint, different, fingerprint, fingerprint_of_files
 from halfstep.data.layout import held_out_by_place, place_of
-from halfstep.data.shard_check import BackgroundCheck, shard_change
+from halfstep.data.shard_check import BackgroundCheck, find_shard_change
 from halfstep.data.shard_index import PAGE, beside, cached_path, write_index
 from halfstep.data.shards import Shards, shards_at
 from halfstep.data.tar_members import opened_tar
@@ -327,9 +327,9 @@ def replace_unseen(source: Shards, path: Path, content: bytes) -> None:
 def test_a_shard_replaced_after_indexing_is_named_with_its_sample(tmp_path: Path) -> None:
     path = small(tmp_path / "a.tar", 60)
     source = Shards(path)
-    assert shard_change(source, 0) == ""
+    assert find_shard_change(source, 0) == ""
     replace_unseen(source, path, path.read_bytes().replace(b"image 41", b"IMAGE 41"))
-    assert shard_change(source, 0) == f"1 sample changed in a.tar, the first {path}/000041"
+    assert find_shard_change(source, 0) == f"1 sample changed in a.tar, the first {path}/000041"
     check = BackgroundCheck(source, seed=0)
     check.look()
     check.begin(0)
@@ -355,17 +355,17 @@ def test_a_batch_is_read_ahead_and_each_shard_is_opened_once(tmp_path: Path) -> 
     wanted = {n: source.content(n) for n in numbers}
     assert source.index.rows(numbers) == [source.index.row(n) for n in numbers]
     seen = opened_shards()
-    assert [numbers[place] for place in source.ahead(numbers)] == sorted(numbers)
+    assert [numbers[place] for place in source.prefetch(numbers)] == sorted(numbers)
     assert {n: source.content(n) for n in numbers} == wanted
     assert len(seen) == 3
     path, bad = tmp_path / "set" / "1.tar", next(n for n in numbers if 700 <= n < 1400)
     replace_unseen(source, path, path.read_bytes().replace(b"image %d\0" % bad, b"IMAGE %d\0" % bad))
     source._states[:] = shards_at(tmp_path / "set").states
-    assert len(list(source.ahead(numbers))) == 90
+    assert len(list(source.prefetch(numbers))) == 90
     with pytest.raises(BadSample, match="not those that were indexed"):
         source.content(bad)
     path.unlink()
-    list(source.ahead(numbers))
+    list(source.prefetch(numbers))
     for n in numbers:
         if n // 700 == 1:
             with pytest.raises(BadSample, match="No such file"):

@@ -11,8 +11,8 @@ from halfstep.doctor.machine import (
     MachineFacts,
     check_machine,
     check_shared_memory,
+    is_version_within,
     read_machine,
-    within,
 )
 from halfstep.doctor.wheel import Board, Build
 from halfstep.precision.known_bad import known_bad
@@ -42,7 +42,7 @@ def ids(machine: MachineFacts, build: Build | None = None) -> set[str]:
     ],
 )
 def test_versions(version: str, ranges: str, inside: bool) -> None:
-    assert within(version, ranges) is inside
+    assert is_version_within(version, ranges) is inside
 
 
 def test_every_entry_is_whole_and_cites_a_source() -> None:

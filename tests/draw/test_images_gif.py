@@ -12,22 +12,22 @@ from halfstep.draw.images import write_gif
 from halfstep.errors import WrongUse
 
 
-def plain(colour: tuple[int, int, int]) -> np.ndarray:
-    return np.full((6, 9, 3), colour, np.uint8)
+def plain(color: tuple[int, int, int]) -> np.ndarray:
+    return np.full((6, 9, 3), color, np.uint8)
 
 
-COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
+COLORS = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
 
 
 def test_pictures_follow_one_another_for_ever(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.gif"
-    write_gif(path, [plain(colour) for colour in COLOURS], 200)
+    write_gif(path, [plain(color) for color in COLORS], 200)
     with Image.open(path) as image:
         assert (image.format, image.size, image.info["loop"]) == ("GIF", (9, 6), 0)
         shown = [(np.array(frame.convert("RGB")), frame.info["duration"]) for frame in ImageSequence.Iterator(image)]
     assert [duration for _, duration in shown] == [200, 200, 200]
-    for (picture, _), colour in zip(shown, COLOURS, strict=True):
-        assert np.abs(picture.astype(int) - colour).max() <= 8  # a palette of 256 colors
+    for (picture, _), color in zip(shown, COLORS, strict=True):
+        assert np.abs(picture.astype(int) - color).max() <= 8  # a palette of 256 colors
     assert [p.name for p in path.parent.iterdir()] == ["a.gif"]
 
 
@@ -68,7 +68,7 @@ def test_what_is_no_animation_is_refused_before_a_file_exists(
 
 def test_an_interrupted_write_leaves_the_old_animation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.gif"
-    write_gif(path, [plain(colour) for colour in COLOURS])
+    write_gif(path, [plain(color) for color in COLORS])
     before = path.read_bytes()
 
     def stop(self: Image.Image, file: object, **_: object) -> None:
@@ -77,6 +77,6 @@ def test_an_interrupted_write_leaves_the_old_animation(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Image.Image, "save", stop)
     with pytest.raises(KeyboardInterrupt):
-        write_gif(path, [plain(COLOURS[0])])
+        write_gif(path, [plain(COLORS[0])])
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["a.gif"]

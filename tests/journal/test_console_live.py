@@ -19,7 +19,7 @@ from halfstep.journal.events import Event
 from halfstep.journal.latest import Latest
 from halfstep.journal.listeners import console_listener
 from halfstep.journal.plain import Plain
-from halfstep.status_line import clear, tell
+from halfstep.status_line import clear, show_status
 from halfstep.terminal import progress, screen
 from tests.journal.screen import Screen
 from tests.journal.told import speed, start, step, whole_run
@@ -237,7 +237,7 @@ def test_a_command_of_a_notebook_cell_draws_nothing_over_its_lines(
         assert isinstance(console_listener(screen(file=pseudo_terminal)), LiveConsole)
         monkeypatch.setenv(name, value)
         assert isinstance(console_listener(screen(file=pseudo_terminal)), Plain)
-        tell("reading the recipe")
+        show_status("reading the recipe")
         with progress("getting ready", "samples") as on_progress:
             on_progress(1, 2)
         clear()

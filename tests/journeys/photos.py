@@ -105,18 +105,18 @@ def _house(draw: random.Random, size: tuple[int, int]) -> list[tuple[float, floa
 
 def _shape(draw: random.Random, picture: Image.Image, name: str) -> None:
     pen, (width, height) = ImageDraw.Draw(picture), picture.size
-    colour = (draw.randint(150, 255), draw.randint(0, 120), draw.randint(0, 255))
+    color = (draw.randint(150, 255), draw.randint(0, 120), draw.randint(0, 255))
     r = draw.uniform(0.25, 0.38) * min(width, height)
     x, y = width / 2 + draw.uniform(-5, 5), height / 2 + draw.uniform(-5, 5)
     if name == "circle":
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=colour)
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=color)
     elif name == "square":
-        pen.rectangle((x - r, y - r, x + r, y + r), fill=colour)
+        pen.rectangle((x - r, y - r, x + r, y + r), fill=color)
     elif name == "triangle":
-        pen.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], fill=colour)
+        pen.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], fill=color)
     elif name == "cross":
-        pen.line((x - r, y, x + r, y), fill=colour, width=int(r / 2))
-        pen.line((x, y - r, x, y + r), fill=colour, width=int(r / 2))
+        pen.line((x - r, y, x + r, y), fill=color, width=int(r / 2))
+        pen.line((x, y - r, x, y + r), fill=color, width=int(r / 2))
     else:
         for step in range(-2, 3):
-            pen.line((x - r, y + step * r / 2.5, x + r, y + step * r / 2.5), fill=colour, width=3)
+            pen.line((x - r, y + step * r / 2.5, x + r, y + step * r / 2.5), fill=color, width=3)

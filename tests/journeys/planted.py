@@ -77,7 +77,7 @@ def jpeg_mask(folder: Path, name: str) -> None:
     png.unlink()
 
 
-def coloured_mask(folder: Path, name: str) -> None:
+def colored_mask(folder: Path, name: str) -> None:
     mask = scene(random.Random(name), SIZE)[1]
     pair(folder, name, Image.merge("RGB", (mask, mask.point(lambda value: value // 3), Image.new("L", SIZE, 40))))
 
@@ -127,7 +127,7 @@ FAULTS = (
     Fault("tower", turned_mask, r"EXIF|turn|rotat|orient"),
     Fault("market", smoothed_mask, r"value|stand for no class|gray|smooth|resiz|antialias|interpol"),
     Fault("school", jpeg_mask, r"jpe?g|loss|png"),
-    Fault("museum", coloured_mask, r"colou?r|palette|rgb"),
+    Fault("museum", colored_mask, r"colou?r|palette|rgb"),
     Fault("theatre", same_twice, r"same|twice|duplicate|identical|copies|copy of"),
     Fault("airport", too_large, r"megapixel|MP\b|large|pixels"),
     Fault("library", link_out, r"link"),

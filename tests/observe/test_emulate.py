@@ -15,9 +15,9 @@ from halfstep.observe.emulate import (
     BACKWARD,
     FORWARD,
     WEIGHTS,
+    FormatEmulator,
     RoundedOperands,
     RoundedOutputs,
-    Rounding,
     over_the_whole_range,
     rounded_to,
 )
@@ -67,7 +67,7 @@ def bits(tensor: Tensor) -> Tensor:
     return torch.where(tensor.isnan(), torch.zeros_like(tensor), tensor).view(torch.int16), tensor.isnan()  # type: ignore[return-value]
 
 
-def emulated(rounding: Rounding, call: Any, model: nn.Module | None = None) -> Any:
+def emulated(rounding: FormatEmulator, call: Any, model: nn.Module | None = None) -> Any:
     with Recorder(model or nn.Identity(), rounding, rounding.run):
         return call()
 
@@ -168,7 +168,7 @@ class Spy(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("rounding", [RoundedOutputs(FP16), RoundedOperands(FP8_E4M3, FP8_E5M2)], ids=["fp16", "fp8"])
-def test_convolutions_compute_in_fp32_forward_and_backward(rounding: Rounding) -> None:
+def test_convolutions_compute_in_fp32_forward_and_backward(rounding: FormatEmulator) -> None:
     model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8, requires_grad=True)
     with Spy() as spy, Recorder(model, rounding, rounding.run):
         with torch.autocast("cpu", dtype=rounding.carrier):

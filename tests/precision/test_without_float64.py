@@ -27,8 +27,8 @@ class NoFloat64(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def _as_on_mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, module in list(sys.modules.items()):
-        if name.startswith("halfstep.") and hasattr(module, "widest"):
-            monkeypatch.setattr(module, "widest", lambda _device: torch.float32)
+        if name.startswith("halfstep.") and hasattr(module, "widest_dtype"):
+            monkeypatch.setattr(module, "widest_dtype", lambda _device: torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # 16-bit formats are slow on some CPUs, which is not the point here
         yield

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from halfstep.cli import main
-from halfstep.cli.recipes import shipped
+from halfstep.cli.recipes import shipped_recipes
 from halfstep.data.shard_index import write_index
 from halfstep.data.shards import shards_at
 from halfstep.json_data import json_data
@@ -81,7 +81,7 @@ def test_the_list_fits(width: int) -> None:
 
 
 def test_the_list_as_json() -> None:
-    assert json.loads(call("--json").output) == {"recipes": json_data(shipped())}
+    assert json.loads(call("--json").output) == {"recipes": json_data(shipped_recipes())}
 
 
 def test_a_recipe_is_explained_with_each_setting() -> None:
@@ -168,7 +168,7 @@ def test_the_schema_is_json_for_editors() -> None:
 
 
 def test_the_docs_are_as_new_as_the_schema() -> None:
-    for name, text in pages(task_schemas(), shipped()).items():
+    for name, text in pages(task_schemas(), shipped_recipes()).items():
         assert (ROOT / "docs" / name).read_text() == text, f"docs/{name} is old: run scripts/docs"
 
 

@@ -41,9 +41,9 @@ def test_runs_are_judged_by_the_test_of_bench(tmp_path: Path, finals: tuple[floa
     margin = margin_of(FP32, points=half_a_point(FP32, higher_is_better=True))
     expected = parity(FP32, finals, margin, higher_is_better=True)
     assert expected.verdict == word
-    assert found.judgement.verdicts[0].startswith("against fp32, bf16: 2.00x as fast")
+    assert found.judgment.verdicts[0].startswith("against fp32, bf16: 2.00x as fast")
     assert f"{word} accuracy (difference {100 * (expected.difference or 0):+.2f}" in found.verdict
-    drawing = found.judgement.drawing
+    drawing = found.judgment.drawing
     assert drawing is not None
     assert drawing.rows[0].verdict == word
 
@@ -69,7 +69,7 @@ def test_one_seed_tells_nothing_and_says_so(tmp_path: Path) -> None:
 def test_runs_that_have_not_ended_are_left_out_and_named(tmp_path: Path) -> None:
     unfinished = read_run(write_run(tmp_path / "begun", [start(), step(1)], state="ended"))
     found = compare([*three_seeds(tmp_path, "fp32", FP32[:1]), unfinished])
-    assert any(note.startswith("begun is left out of the test") for note in found.judgement.notes)
+    assert any(note.startswith("begun is left out of the test") for note in found.judgment.notes)
     assert "one recipe" in found.verdict
 
 

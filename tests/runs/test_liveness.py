@@ -223,7 +223,7 @@ def test_a_probe_is_quick_and_loads_neither_torch_nor_typer(tmp_path: Path) -> N
 def test_words_that_typer_reads_in_the_same_way_or_refuses(
     tmp_path: Path, words: list[str], asked: _probe.StatusQuery | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _probe.read_words(words) == asked
+    assert _probe.parse_status_query(words) == asked
     seen: list[_probe.StatusQuery] = []
     monkeypatch.setattr(_probe, "answer", lambda asked: seen.append(asked) or 0)
     done = CliRunner().invoke(main.build(["status"]), ["status", *words])

@@ -376,7 +376,7 @@ def synchronised_on_the_last(rank: int) -> list[int]:
         flat = bucket.buffer().div_(2)
         return dist.all_reduce(flat, async_op=True).get_future().then(lambda future: future.value()[0])
 
-    stepper._synchroniser._job.register_comm_hook(None, counted)  # type: ignore[attr-defined]
+    stepper._synchronizer._job.register_comm_hook(None, counted)  # type: ignore[attr-defined]
     for microbatches in (1, 4, 2):
         calls.append(0)
         stepper.step(mse, Window(torch.randn(3, 8) for _ in range(microbatches)))

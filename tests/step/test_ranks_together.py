@@ -254,7 +254,7 @@ def in_turns(rank: int) -> tuple[str, str]:
         model["g"].requires_grad_(step % 2 == 0)
         model["d"].requires_grad_(step % 2 == 1)
         assert stepper.step(lambda m, x: m["d"](m["g"](x)).square().mean(), torch.randn(4, 8)).applied
-    return digest_of(model.state_dict()), type(stepper._synchroniser).__name__
+    return digest_of(model.state_dict()), type(stepper._synchronizer).__name__
 
 
 def test_parts_that_are_trained_in_turns_are_not_wrapped_for_ever(four: Ranks) -> None:

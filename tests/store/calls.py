@@ -87,7 +87,7 @@ def delete(request: Mapping[str, Any]) -> None:
 
 
 def conditions(request: Mapping[str, Any]) -> bool:
-    return _store(request).honours_conditions()
+    return _store(request).honors_conditions()
 
 
 def damage(request: Mapping[str, Any]) -> str:
@@ -123,7 +123,7 @@ def audit(request: Mapping[str, Any]) -> dict[str, list[str]]:
         try:
             commit = read_commit(store, one)
             seals = [(f"{one.key}/{name}", *seal) for name, seal in commit.files.items()]
-            seals += [(f"{one.kept}/{digest}", size, digest) for size, digest in commit.blocks]
+            seals += [(f"{one.blocks_prefix}/{digest}", size, digest) for size, digest in commit.blocks]
             is_whole = all(_digest(store, key, size) == digest for key, size, digest in seals)
         except Damaged:
             is_whole = False

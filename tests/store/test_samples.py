@@ -20,7 +20,7 @@ from halfstep.data import shard_index, store_shards
 from halfstep.data import shards as shards_module
 from halfstep.data.chunk_cache import ChunkCache
 from halfstep.data.dataset import BadSample, Samples, split
-from halfstep.data.shard_check import shard_change
+from halfstep.data.shard_check import find_shard_change
 from halfstep.data.shards import OTHER_BYTES, Shards
 from halfstep.data.store_shards import StoreShards
 from halfstep.errors import BadData, BadRecipe, StorageFailed, StoreFailed
@@ -125,7 +125,7 @@ def test_samples_names_and_splits_are_those_of_local_files(in_store: InStore, lo
         assert torch.equal(one["image"], other["image"])
         assert torch.equal(one["label"], other["label"])
         assert here.key(number) == there.key(number)
-    assert shard_change(there, 1) == ""
+    assert find_shard_change(there, 1) == ""
     assert there.name(3) == f"{address}/s-00.tar/000003"
     for one, other in zip(split(here, 0.1), split(there, 0.1), strict=True):
         assert [one.numbers[n] for n in range(len(one))] == [other.numbers[n] for n in range(len(other))]

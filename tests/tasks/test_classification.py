@@ -175,7 +175,7 @@ def test_16_bit_images_have_the_range_of_8_bit_ones() -> None:
 def test_a_small_image_is_seen_whole_where_training_only_shifts_it() -> None:
     task = made("classification")
     image = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
-    torch.testing.assert_close(task.transform("val", {"image": image})["image"], task.pixels.normalised(image))
+    torch.testing.assert_close(task.transform("val", {"image": image})["image"], task.pixels.normalized(image))
 
 
 def test_randaugment_leaves_floating_images_their_numbers() -> None:

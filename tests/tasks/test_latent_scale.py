@@ -84,7 +84,7 @@ def test_unreadable_samples_do_not_count() -> None:
     assert measured_scale(encoding().spread(some)) == pytest.approx(whole, rel=0.02)
 
 
-class Colours(Pictures):
+class Colors(Pictures):
     def read(self, index: int) -> Sample:
         return {"image": torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(index))}
 
@@ -93,9 +93,9 @@ def test_a_real_autoencoders_latents_have_deviation_one() -> None:
     widths: dict[str, Any] = {"block_out_channels": [8], "norm_num_groups": 4, "latent_channels": 2}
     module = AutoencoderKL(**widths).eval()
     how = Encoding(lambda images: module.encode(images).latent_dist.parameters, _image, torch.empty(0).device)
-    latents = cached(how, Colours(64), parts=PARTS)
+    latents = cached(how, Colors(64), parts=PARTS)
     scale = measured_scale(latents.spread())
-    images = torch.stack([Colours(64).read(n)["image"] for n in range(64)])
+    images = torch.stack([Colors(64).read(n)["image"] for n in range(64)])
     with torch.no_grad():
         samples = module.encode(images).latent_dist.sample() * scale
     assert float(samples.std()) == pytest.approx(1.0, abs=0.02)

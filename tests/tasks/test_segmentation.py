@@ -57,7 +57,7 @@ def test_floating_images_keep_their_numbers_in_training() -> None:
     task = made("segmentation")
     image = 40 * torch.randn(3, 32, 32)
     sample = {"image": image, "mask": torch.zeros(32, 32, dtype=torch.uint8)}
-    wanted = task.pixels.normalised(image).flatten().sort().values
+    wanted = task.pixels.normalized(image).flatten().sort().values
     for _ in range(4):
         assert torch.equal(task.transform("train", sample)["image"].flatten().sort().values, wanted)
 
@@ -67,7 +67,7 @@ def test_colours_of_integers_are_changed_a_little(dtype: torch.dtype) -> None:
     task = made("segmentation")
     image = torch.randint(60, 200, (3, 32, 32)).to(dtype)
     seen = task.transform("train", {"image": image, "mask": torch.zeros(32, 32, dtype=torch.uint8)})["image"]
-    whole = task.pixels.normalised(image)
+    whole = task.pixels.normalized(image)
     assert not torch.equal(seen.flatten().sort().values, whole.flatten().sort().values)
 
 

@@ -33,13 +33,13 @@ def write_photographs(root: Path, copies: int = 1) -> None:
     for copy in range(copies):
         for name, (high, wide) in {**SIZES, **dict.fromkeys(TURNED, (44, 30))}.items():
             mask = (draw.random((high, wide)) > 0.5).astype(np.uint8)
-            colours = np.repeat((mask * 200 + 20)[..., None], 3, 2)
-            save(root / "images", f"{name}{copy}", colours, name)
+            colors = np.repeat((mask * 200 + 20)[..., None], 3, 2)
+            save(root / "images", f"{name}{copy}", colors, name)
             Image.fromarray(mask * 255).save(root / "masks" / f"{name}{copy}.png")
 
 
-def save(folder: Path, file: str, colours: np.ndarray, kind: str) -> None:
-    image = Image.fromarray(colours)
+def save(folder: Path, file: str, colors: np.ndarray, kind: str) -> None:
+    image = Image.fromarray(colors)
     if kind in TURNED:
         turns = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
         exif = Image.Exif()
@@ -82,7 +82,7 @@ def test_what_tiles_join_into_is_wide_whatever_came_first(photographs: Path, pre
     for order in (samples, samples[::-1]):
         batch = task.collate("val", order)
         with precision_named(precision).inference(torch.device("cpu")):
-            logits = task._whole(model, batch)  # type: ignore[attr-defined]
+            logits = task._logits_of_whole_images(model, batch)  # type: ignore[attr-defined]
             loss = task.loss(model, batch)
         assert logits.dtype is torch.float32
         assert loss.dtype is torch.float32

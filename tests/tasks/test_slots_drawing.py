@@ -10,13 +10,13 @@ from halfstep.tasks.shared.images import palette
 from halfstep.tasks.slots import GAP, MOST_FRAMES, clip_picture, overlays
 
 
-def grey(count: int, high: int = 4, wide: int = 6) -> list[np.ndarray]:
+def gray(count: int, high: int = 4, wide: int = 6) -> list[np.ndarray]:
     return [np.full((high, wide, 3), 100 + n, np.uint8) for n in range(count)]
 
 
 def test_every_pixel_has_the_colour_of_its_slot() -> None:
     mask = torch.arange(24).view(1, 4, 6) % 7
-    (picture,) = overlays(grey(1), mask, 7)
+    (picture,) = overlays(gray(1), mask, 7)
     for slot in range(7):
         expected = (np.array(palette(8)[slot + 1]) + 100) // 2
         assert (picture[mask[0].numpy() == slot] == expected).all()
@@ -26,8 +26,8 @@ def test_every_pixel_has_the_colour_of_its_slot() -> None:
 def test_slots_have_different_colours(slots: int) -> None:
     mask = np.arange(slots).reshape(1, 1, slots)
     (picture,) = overlays([np.zeros((1, slots, 3), np.uint8)], mask, slots)
-    colours = picture[0].astype(int)
-    apart = np.abs(colours[:, None] - colours[None]).sum(-1) + 999 * np.eye(slots, dtype=int)
+    colors = picture[0].astype(int)
+    apart = np.abs(colors[:, None] - colors[None]).sum(-1) + 999 * np.eye(slots, dtype=int)
     assert apart.min() >= 8
 
 
@@ -40,12 +40,12 @@ def test_one_slot_has_one_hue_whatever_it_covers() -> None:
 
 def test_arrays_and_tensors_are_drawn_alike() -> None:
     mask = np.random.default_rng(0).integers(0, 3, (2, 4, 6)).astype(np.uint8)
-    one, other = overlays(grey(2), mask, 3), overlays(grey(2), torch.from_numpy(mask), 3)
+    one, other = overlays(gray(2), mask, 3), overlays(gray(2), torch.from_numpy(mask), 3)
     assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_row_of_frames_over_a_row_of_slots_over_the_truth() -> None:
-    frames, mask, truth = grey(3), torch.zeros(3, 4, 6).long(), torch.zeros(3, 4, 6, dtype=torch.uint8)
+    frames, mask, truth = gray(3), torch.zeros(3, 4, 6).long(), torch.zeros(3, 4, 6, dtype=torch.uint8)
     truth[1] = 2
     picture = clip_picture(frames, mask, 4, truth)
     assert picture.shape == (3 * 4 + 2 * GAP, 3 * 6 + 2 * GAP, 3)
@@ -60,7 +60,7 @@ def test_a_row_of_frames_over_a_row_of_slots_over_the_truth() -> None:
 
 
 def test_long_clips_are_shown_from_end_to_end() -> None:
-    frames = grey(40)
+    frames = gray(40)
     picture = clip_picture(frames, torch.zeros(40, 4, 6).long(), 2)
     assert picture.shape[1] == MOST_FRAMES * 6 + (MOST_FRAMES - 1) * GAP
     assert (picture[0, 0] == 100).all()
@@ -69,4 +69,4 @@ def test_long_clips_are_shown_from_end_to_end() -> None:
 
 def test_fewer_masks_than_frames_are_an_error() -> None:
     with pytest.raises(ValueError):
-        overlays(grey(3), torch.zeros(2, 4, 6), 2)
+        overlays(gray(3), torch.zeros(2, 4, 6), 2)

@@ -27,7 +27,7 @@ from halfstep.errors import FolderLost, FolderTaken
 from halfstep.files import known_fields, write_json, write_text
 from halfstep.journal.events import Event, Journal
 from halfstep.journal.jsonl import JOURNAL, LOG, JsonLines, read_events
-from halfstep.ownership import LOCK, Ownership, machine_id, owner_of
+from halfstep.ownership import LOCK, Ownership, boot_and_container_id, owner_of
 from halfstep.recipe.sources import recipe_of
 from halfstep.runs.fit import _removed_unless_started
 from halfstep.runs.resolve import resolved_recipe
@@ -677,8 +677,8 @@ def test_another_rank_does_not_claim_what_is_no_file(way: str, tmp_path: Path) -
 
 
 def test_this_machine_has_one_name(tmp_path: Path) -> None:
-    assert machine_id() == machine_id()
-    process = FORK.Process(target=(tmp_path / "id").write_text, args=(machine_id(),))
+    assert boot_and_container_id() == boot_and_container_id()
+    process = FORK.Process(target=(tmp_path / "id").write_text, args=(boot_and_container_id(),))
     process.start()
     process.join()
-    assert (tmp_path / "id").read_text() == machine_id()
+    assert (tmp_path / "id").read_text() == boot_and_container_id()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from halfstep.errors import FolderTaken, HalfstepError
-from halfstep.ownership import LOCK, machine_id
+from halfstep.ownership import LOCK, boot_and_container_id
 from halfstep.train.run_folder import lock
 
 FORK = multiprocessing.get_context("fork")
@@ -177,7 +177,7 @@ def test_a_file_that_nobody_locked_is_taken_over(pid: object, tmp_path: Path) ->
     line = (tmp_path / LOCK).read_bytes()
     assert line.endswith(b"}\n")
     words = json.loads(line)
-    here = {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine_id()}
+    here = {"pid": os.getpid(), "host": socket.gethostname(), "machine": boot_and_container_id()}
     assert words == {**here, "since": words["since"], "launch": ours.token}
     assert len(ours.token) == 16
     ours.release()

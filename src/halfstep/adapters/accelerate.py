@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.adapters.hosted_step import order_gradients_by, put_buffers_before_window, unwrapped
-from halfstep.errors import WrongUse, same_keys
+from halfstep.errors import WrongUse, check_same_keys
 from halfstep.finding import Finding
 from halfstep.precision.names import read_precision
 from halfstep.step.checks import refuse_weight_format
@@ -278,7 +278,7 @@ class _OwnState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of `state_dict()`; accelerate has loaded the schedule that it saves just before."""
-        same_keys("the state of from_accelerate", ["stepper", "schedule"], state)
+        check_same_keys("the state of from_accelerate", ["stepper", "schedule"], state)
         self._stepper.load_own_state(state["stepper"])
         if self._schedule is not None:
             if state["schedule"] is not None:

@@ -25,7 +25,7 @@ from halfstep.adapters.included import Included, Moves, hold_methods, moving_met
 from halfstep.adapters.scaled_backward import ScaledBackward
 from halfstep.adapters.scaler_slot import ScalerSlot, nothing_to_update
 from halfstep.errors import PrecisionRefused, StateMismatch
-from halfstep.formats import FP32, widest
+from halfstep.formats import FP32, widest_dtype
 from halfstep.precision.hardware import present
 from halfstep.precision.names import read_precision
 from halfstep.precision.precision import precision_named
@@ -347,7 +347,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             # Stacked as they are, and widened once: this is done in every step.
             vector = torch.stack([on(device, number) for number in numbers])
-            agreed = flags.read_with(ranks.agree(vector.to(widest(device))))
+            agreed = flags.read_with(ranks.agree(vector.to(widest_dtype(device))))
         self._included.look(flags.read)
         nonfinite, with_loss, loss, scale, *rest = agreed
         read, largest = rest[: len(slots)], rest[len(slots) :]
@@ -369,7 +369,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _buffer_flags(self, ranks: int, device: torch.device) -> list[Tensor]:
         """Return numbers of which one is not finite if an included buffer is not."""
-        largest = [on(device, number) for number in self._included.largest()]
+        largest = [on(device, number) for number in self._included.largest_magnitudes()]
         if ranks == 1:
             return largest
         # One on every rank, whose parts of a model may have other buffers; a sum of the largest could overflow.

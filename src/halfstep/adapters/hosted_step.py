@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.errors import WrongUse, same_presence, unknown_name
+from halfstep.errors import WrongUse, check_same_presence, unknown_name
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import GuardEvent, Level, warn
@@ -136,7 +136,7 @@ class HostedStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of `state_dict()`; raise StateMismatch before anything is changed."""
-        same_presence("a guard", "guardian", self.state_dict(), state)
+        check_same_presence("a guard", "guardian", self.state_dict(), state)
         if self.guardian is not None:
             self.guardian.check_state(state["guardian"])
         self.stepper.load_own_state(state["stepper"])

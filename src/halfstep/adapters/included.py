@@ -268,9 +268,9 @@ class Included:
         self._rollback.remember()
         self._undecided = True
 
-    def largest(self) -> list[Tensor]:
+    def largest_magnitudes(self) -> list[Tensor]:
         """Return the largest magnitude in each buffer that once was finite; on the device, nothing is read."""
-        return self._rollback.largest()
+        return self._rollback.largest_magnitudes()
 
     def first_not_finite(self) -> str | None:
         """Return the name of a buffer that this window made non-finite, or None; reads the device."""

@@ -21,9 +21,9 @@ from halfstep.checkpoint.sealed import (
     LOOKED_AT,
     Manifest,
     check_header,
+    find_file_defect,
     is_passing,
     open_regular,
-    problem_with,
     read_bounded,
     read_manifest,
     refuse_code,
@@ -70,7 +70,7 @@ def verified(generation: CheckpointDir, progress: Progress = lambda count: None)
         return CheckpointVerdict(generation, None, f"its manifest: {_in_words(error)}", is_passing(error))
     for sealed in manifest.files:
         try:
-            problem = problem_with(generation.path, sealed)
+            problem = find_file_defect(generation.path, sealed)
         except OSError as error:
             return CheckpointVerdict(generation, manifest, f"{sealed.name}: {_in_words(error)}", unread=True)
         if problem is not None:

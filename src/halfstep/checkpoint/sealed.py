@@ -141,7 +141,7 @@ def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
             yield view[begin : begin + BLOCK]
 
 
-def problem_with(folder: Path, sealed: Sealed) -> str | None:
+def find_file_defect(folder: Path, sealed: Sealed) -> str | None:
     """Return the defect of a file, or None.
 
     Raises OSError if the file cannot be read at present; it may still be intact. Raises Unsafe if it could run code

@@ -45,7 +45,7 @@ def _remedy(failed: OutOfMemory, found: WayOut | None) -> Iterator[Block]:
     changes = _changes(failed, found) if found is not None else {}
     if found is not None:
         yield Paragraph(f"  by the estimate, at its peak ({in_line(found.moment)}):", wrap=False)
-        yield _ledger(found)
+        yield _ledger_table(found)
         yield Paragraph(Span(f"  {_verdict(failed, found)}", strong=True), wrap=False)
     do = failed.command(changes) if failed.command and changes else failed.do
     yield Command(in_line(do), "  do: ")
@@ -69,7 +69,7 @@ def _estimated(failed: OutOfMemory, recipe: str, settings: Sequence[str]) -> Way
         return None
 
 
-def _ledger(found: WayOut) -> Table:
+def _ledger_table(found: WayOut) -> Table:
     sizes = {part: size for part, size in found.at_peak.items() if size} | {"peak": found.peak, "there is": found.limit}
     rows = tuple((part, numbers.size(size)) for part, size in sizes.items())
     return Table((Column(), Column(align="right")), rows, indent=4)

@@ -136,7 +136,7 @@ class DrawnSamples(ShownAsPage):
         return Page("samples", (Paragraph(line, wrap=False),))
 
 
-def drawn(finished: Finished, out: Path, *, samples: int, columns: int | None, seed: int) -> DrawnSamples:
+def draw_samples(finished: Finished, out: Path, *, samples: int, columns: int | None, seed: int) -> DrawnSamples:
     """Draw samples with a seed, write them as one picture, and return the report.
 
     Raise `BadData` where there is nothing to draw from, `WrongUse` for a task that draws nothing.
@@ -314,7 +314,7 @@ def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
     from halfstep.draw.images import write_gif, write_png
 
     row = dict(prediction.values)
-    for kind, picture in (("mask", prediction.mask), ("overlay", _labelled(prediction, name))):
+    for kind, picture in (("mask", prediction.mask), ("overlay", _labeled(prediction, name))):
         if picture is not None:
             # Append to the full name, since a.jpg and a.tif may be in one folder.
             file = out / f"{kind}s" / (name if name.suffix == ".png" else name.with_name(f"{name.name}.png"))
@@ -327,7 +327,7 @@ def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
     return row
 
 
-def _labelled(prediction: Prediction, name: Path) -> Picture | None:
+def _labeled(prediction: Prediction, name: Path) -> Picture | None:
     """Return the overlay with a legend of its colors; unchanged where there is none."""
     from halfstep.draw.sheet import PicturedSample, single_picture
 

@@ -87,7 +87,7 @@ def continue_texts(
 
 
 def _given(where: Path | None, prompts: Sequence[str], samples: int) -> tuple[list[tuple[str, str]], list[LeftOutFile]]:
-    from halfstep.data.image_files import files
+    from halfstep.data.image_files import find_files
     from halfstep.data.tokenizing import SUFFIXES
 
     found = [(f"prompt-{number}", prompt) for number, prompt in enumerate(prompts, 1)]
@@ -96,7 +96,7 @@ def _given(where: Path | None, prompts: Sequence[str], samples: int) -> tuple[li
         return found or [(f"sample-{number}", "") for number in range(1, samples + 1)], bad
     if not where.exists():
         raise BadData(f"{where} is not there", allowed="a text file, or a folder of them", do="check the path")
-    root, names = (where.parent, [where.name]) if where.is_file() else (where, files(where, SUFFIXES))
+    root, names = (where.parent, [where.name]) if where.is_file() else (where, find_files(where, SUFFIXES))
     for name in names:
         try:
             found.append((name, (root / name).read_text(encoding="utf-8-sig").rstrip("\n")))

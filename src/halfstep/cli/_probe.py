@@ -26,7 +26,7 @@ class StatusQuery(NamedTuple):
     json: bool = False
 
 
-def read_words(words: list[str]) -> StatusQuery | None:
+def parse_status_query(words: list[str]) -> StatusQuery | None:
     """Return what a usual command line asks for; None for any other, which typer reads or refuses."""
     folders, numbers, as_json = [], {}, False
     given = iter(words)

@@ -18,7 +18,7 @@ from halfstep.cli import _probe
 from halfstep.errors import INTERRUPTED, SOFTWARE, HalfstepError, WrongLaunch
 from halfstep.host_memory import nothing_collected
 from halfstep.slurm import slurm_ranks
-from halfstep.status_line import clear, show, tell
+from halfstep.status_line import clear, show, show_status
 from halfstep.stop_signals import leave_unbegun, stop_signals
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _restore_handlers(before: Mapping[signal.Signals, Callable[[int, FrameType |
 
 def _answer_probe(words: list[str]) -> None:
     """Answer a usual `halfstep status` and exit, before anything slow is imported; errors are left to its command."""
-    asked = _probe.read_words(words[1:]) if words[:1] == [_probe.COMMAND] else None
+    asked = _probe.parse_status_query(words[1:]) if words[:1] == [_probe.COMMAND] else None
     if asked is not None:
         with contextlib.suppress(HalfstepError, ImportError):
             raise SystemExit(_probe.answer(asked))
@@ -129,6 +129,6 @@ def _show_activity(words: list[str]) -> None:
     if "--help" in words or command in QUICK or command.startswith("-"):
         return
     if command == "train" and subject and not subject.startswith("-"):
-        tell(f"halfstep train {subject}: reading the recipe")
+        show_status(f"halfstep train {subject}: reading the recipe")
     elif command:
         show(f"halfstep {command}: loading")

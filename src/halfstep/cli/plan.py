@@ -99,12 +99,12 @@ def _asked_recipe(json: bool) -> str:
     """Return the recipe that the user chooses from the list; raise `WrongUse` where nobody can be asked."""
     asks = has_terminal() and not json
     if not json:
-        from halfstep.cli.recipes import shipped
+        from halfstep.cli.recipes import shipped_recipes
         from halfstep.draw.terminal import show_page
         from halfstep.page import Page
         from halfstep.recipe.explain_page import shipped_table
 
-        show_page(Page("recipes", (shipped_table(shipped()),)), screen(stderr=not asks))
+        show_page(Page("recipes", (shipped_table(shipped_recipes()),)), screen(stderr=not asks))
     if asks:
         return str(typer.prompt("Plan which recipe, or module:callable of your own", default=FIRST))
     raise WrongUse(

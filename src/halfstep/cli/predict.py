@@ -54,7 +54,7 @@ def run(
         Predictions,
         changed,
         check_place,
-        drawn,
+        draw_samples,
         folder_and_settings,
         predict,
     )  # fmt: skip
@@ -79,7 +79,7 @@ def run(
         )
     if images is None:
         count = samples or SAMPLES_DRAWN
-        report: DrawnSamples | Predictions = drawn(finished, place, samples=count, columns=columns, seed=seed)
+        report: DrawnSamples | Predictions = draw_samples(finished, place, samples=count, columns=columns, seed=seed)
     else:
         report = predict(finished, images, place)
     show_result(report, report.page(), json)

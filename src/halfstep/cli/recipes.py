@@ -51,7 +51,7 @@ def run(
     if action == "list":
         from halfstep.recipe.explain_page import shipped_table
 
-        found = shipped()
+        found = shipped_recipes()
         words = Paragraph(
             "halfstep train NAME runs one; halfstep recipes NAME shows its settings.", gap=True, wrap=False
         )
@@ -80,7 +80,7 @@ def _recipe_or_action(word: str) -> str:
     return word
 
 
-def shipped() -> list[Shipped]:
+def shipped_recipes() -> list[Shipped]:
     """Return the recipes that ship with halfstep, with their own descriptions."""
     from halfstep.recipe.explain import Shipped
     from halfstep.recipe.sources import read_recipe, recipe_names

@@ -90,7 +90,7 @@ class ChunkCache:
             for _, one, path in chunks:
                 if used <= wanted:
                     break
-                used -= one if _removed(path) else 0
+                used -= one if _remove_unless_open(path) else 0
             if used + size <= most:
                 return used
             if not used or time.monotonic() > until:
@@ -138,7 +138,7 @@ def _lock(handle: int, *, exclusive: bool, wait: bool = True) -> bool:
     return True
 
 
-def _removed(path: Path) -> bool:
+def _remove_unless_open(path: Path) -> bool:
     """Remove a chunk unless it is open."""
     with suppress(FileNotFoundError):
         handle = os.open(path, os.O_RDONLY)

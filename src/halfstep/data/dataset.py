@@ -43,7 +43,7 @@ class Source(Protocol):
 
     A source may also have `key(index)`, a name that stays when the whole set is moved; `files_of(index)`, so that a
     resumed run notices changed contents (samples may share a file; all have some, or none has), and `every_file()`,
-    each of these files once; `without_image(index)`; and `ahead(numbers)`, which reads the files of the next samples
+    each of these files once; `without_image(index)`; and `prefetch(numbers)`, which reads the files of the next samples
     and yields the place of each before. One that notices by itself where a file changes under a run, or that reads no
     file after its start, has `notices_changes = True`.
     """
@@ -118,9 +118,9 @@ def without_image(source: Source, index: int) -> Sample:
     return rest(index) if rest else {name: part for name, part in source.read(index).items() if name != "image"}
 
 
-def ahead(source: Source, numbers: Sequence[int]) -> Iterator[int]:
+def prefetch(source: Source, numbers: Sequence[int]) -> Iterator[int]:
     """Read the bytes of samples before `read` decodes them, where a source can; yield the place of each before."""
-    read: Callable[[Sequence[int]], Iterator[int]] | None = getattr(source, "ahead", None)
+    read: Callable[[Sequence[int]], Iterator[int]] | None = getattr(source, "prefetch", None)
     return read(numbers) if read else iter(())
 
 
@@ -207,9 +207,9 @@ class Subset(WrappedSource):
         """Read a sample; raise BadSample where it cannot be read."""
         return self.source.read(self.numbers[index])
 
-    def ahead(self, numbers: Sequence[int]) -> Iterator[int]:
+    def prefetch(self, numbers: Sequence[int]) -> Iterator[int]:
         """Read the bytes of samples."""
-        return ahead(self.source, [self.numbers[number] for number in numbers])
+        return prefetch(self.source, [self.numbers[number] for number in numbers])
 
     def without_image(self, index: int) -> Sample:
         """Return the sample without its image."""
@@ -455,7 +455,7 @@ class KeyedDataset(Dataset[ReadSample]):
         try:
             with generators_aside():
                 numbers = [number for _, number in keys if number not in self.too_slow]
-                for place in ahead(self.source, numbers):
+                for place in prefetch(self.source, numbers):
                     if self.begin is not None:
                         self.begin(numbers[place])
                 for key in keys:

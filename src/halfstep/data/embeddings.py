@@ -114,12 +114,12 @@ def _all_alike(names: list[str], tensors: Mapping[str, Tensor], file: Path) -> N
         sound = tensor.is_floating_point() and 1 <= tensor.ndim <= 2 and tensor.numel() > 0
         if not sound or tensor.shape != first.shape:
             raise BadData(
-                f"{file} has {_words(tensor)} for {name}"
-                + (f", and {_words(first)} for {names[0]}" if tensor.shape != first.shape else ""),
+                f"{file} has {_describe_tensor(tensor)} for {name}"
+                + (f", and {_describe_tensor(first)} for {names[0]}" if tensor.shape != first.shape else ""),
                 allowed=SHAPES,
                 do="write the file again, with one encoder for all images",
             )
 
 
-def _words(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     return f"{shape(tensor.shape)} of type {str(tensor.dtype).removeprefix('torch.')}"

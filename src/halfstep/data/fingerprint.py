@@ -110,13 +110,13 @@ class Fingerprint:
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for a checkpoint."""
-        return {"version": _VERSION, "parts": [_plain(part) for part in self.parts]}
+        return {"version": _VERSION, "parts": [_as_json(part) for part in self.parts]}
 
     @classmethod
     def from_dict(cls, saved: object) -> Fingerprint:
         """Return the fingerprint that `as_dict` gave; raise StateMismatch for anything else."""
         try:
-            parts = TypeAdapter(_Saved).validate_python(saved).parts
+            parts = TypeAdapter(_SavedFingerprint).validate_python(saved).parts
             for part in parts:
                 part.check_sums()
             return cls(parts)
@@ -131,7 +131,7 @@ class Fingerprint:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedFingerprint:
     __pydantic_config__: ClassVar[ConfigDict] = _NO_OTHER_FIELDS
 
     version: Annotated[int, Field(strict=True, ge=_VERSION, le=_VERSION)]
@@ -271,7 +271,7 @@ def _text(row: FilePrint) -> str:
     return f"{row.content} {row.size} {row.key}"
 
 
-def _plain(part: SourcePrint) -> dict[str, object]:
+def _as_json(part: SourcePrint) -> dict[str, object]:
     rows = None if part.rows is None else [_text(row) for row in part.rows]
     return asdict(replace(part, rows=None)) | {"rows": rows, "groups": part.groups and list(part.groups)}
 

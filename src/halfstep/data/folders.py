@@ -52,8 +52,8 @@ class _Listed(NumberedFiles):
         return [(self.key(index), os.path.join(self.root, self._files[index]))]
 
 
-class Images(_Listed):
-    """A source of every image below a folder, at any depth: `image`."""
+class UnlabeledImages(_Listed):
+    """A source of every image below a folder, at any depth and without labels: `image`."""
 
     def __init__(self, root: str | Path, channels: int = 3) -> None:
         self.root, self.channels = existing(root, "the image folder"), channels

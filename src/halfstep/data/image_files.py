@@ -39,10 +39,10 @@ def existing(root: str | Path, what: str) -> Path:
 
 def image_files(root: Path, under: str = "") -> list[str]:
     """Return the paths below `root` of the images in its folder `under`."""
-    return files(root, SUFFIXES, under)
+    return find_files(root, SUFFIXES, under)
 
 
-def files(root: Path, suffixes: tuple[str, ...], under: str = "") -> list[str]:
+def find_files(root: Path, suffixes: tuple[str, ...], under: str = "") -> list[str]:
     """Return the sorted paths below `root` of files with these suffixes in its folder `under`, without hidden ones."""
     return sorted(path for path in _walk(root, under, os.path.realpath(root), 0) if path.lower().endswith(suffixes))
 
@@ -243,10 +243,10 @@ def orientation(image: Image.Image) -> int:
         return 1
 
 
-def values_in(image: Any, colours: bool = False) -> Numbers:
+def values_in(image: Any, colors: bool = False) -> Numbers:
     """Return the values of an open mask, or its colors. Of a palette, the numbers count and not the colors."""
     import numpy as np  # here, because listing and opening files need none
 
-    if colours or image.mode in ("RGBA", "CMYK", "YCbCr"):
+    if colors or image.mode in ("RGBA", "CMYK", "YCbCr"):
         return np.array(image.convert("RGB"))
     return np.array(image.convert("L") if image.mode in ("1", "LA") else image)

@@ -23,8 +23,8 @@ from halfstep.data.image_files import MOST_PIXELS, Numbers, Unreadable, opened, 
 from halfstep.errors import BadData, BadSample, WrongUse
 
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
-_GREY = ("1", "L", "I;16", "I;16B", "I;16L", "I", "F")
-_WIDE = _GREY[2:]
+_GRAY = ("1", "L", "I;16", "I;16B", "I;16L", "I", "F")
+_WIDE = _GRAY[2:]
 
 
 def read_image(file: str | Path | bytes, channels: int = 3, name: str = "") -> Tensor:
@@ -77,7 +77,7 @@ def _bounded(image: Image.Image, channels: int) -> None:
 
 def _tensor(image: Image.Image, channels: int) -> Tensor:
     # A multi-page gray TIFF has one page per channel; for one channel, the first page is read.
-    if channels > 1 and image.mode in _GREY and _has_page(image, 1):
+    if channels > 1 and image.mode in _GRAY and _has_page(image, 1):
         return _pages(image, channels)
     if channels not in _MODES:
         raise Unreadable(f"one page of kind {image.mode}, where {channels} channels need a TIFF of as many pages")
@@ -86,10 +86,10 @@ def _tensor(image: Image.Image, channels: int) -> Tensor:
 
 def _one_page(image: Image.Image, channels: int) -> Tensor:
     if image.mode in _WIDE:
-        grey = _plane(image)
-        opaque = 1.0 if grey.dtype.is_floating_point else torch.iinfo(grey.dtype).max
-        colours = [grey] * (1 if channels <= 2 else 3)
-        return torch.stack(colours + [torch.full_like(grey, opaque)] * (channels % 2 == 0))
+        gray = _plane(image)
+        opaque = 1.0 if gray.dtype.is_floating_point else torch.iinfo(gray.dtype).max
+        colors = [gray] * (1 if channels <= 2 else 3)
+        return torch.stack(colors + [torch.full_like(gray, opaque)] * (channels % 2 == 0))
     if image.mode == "P" or "transparency" in image.info:
         # Through RGBA, so that two and four channels keep the transparency of a palette.
         image = image.convert("RGBA")
@@ -106,7 +106,7 @@ def _pages(image: Image.Image, channels: int) -> Tensor:
         if not _has_page(image, page):
             raise Unreadable(f"{page} pages, where {channels} channels need as many")
         image.seek(page)
-        if image.size != size or image.mode not in _GREY:
+        if image.size != size or image.mode not in _GRAY:
             raise Unreadable(f"page {page + 1} is not gray, or of another size than the first")
         planes.append(_plane(image))
     if _has_page(image, channels):
@@ -188,45 +188,45 @@ def mask_of(file: str | Path | bytes, mask_classes: MaskClasses, name: str) -> T
         _bounded(image, 1)
         values = values_in(image, mask_classes.palette is not None)
     if mask_classes.palette is not None:
-        numbers = _classes_from_colours(values, mask_classes.palette, name)
+        numbers = _classes_from_colors(values, mask_classes.palette, name)
     else:
-        numbers = _from_values(_grey_of(values, name), mask_classes, name)
+        numbers = _classes_from_values(_gray_of(values, name), mask_classes, name)
     largest = max(mask_classes.classes - 1, mask_classes.ignore_index or 0)
     return torch.from_numpy(numbers).to(torch.uint8 if largest <= 255 else torch.int32)
 
 
-def _grey_of(values: Numbers, name: str) -> Numbers:
+def _gray_of(values: Numbers, name: str) -> Numbers:
     """Return one value per pixel; raise BadData for a mask in color."""
     if values.ndim == 2:
         return values
     first = values[..., :1]
     if not (values == first).all():
-        colour = values[(values != first).any(-1)][0].tolist()
+        color = values[(values != first).any(-1)][0].tolist()
         raise BadData(
-            f"the mask {name} is in color, such as {colour}",
+            f"the mask {name} is in color, such as {color}",
             allowed="a value for each pixel; or colors, with a palette that names them",
             do="write data.palette: [[0, 0, 0], [255, 0, 0], ...], a color for each class",
         )
     return values[..., 0]
 
 
-def _classes_from_colours(values: Numbers, palette: Palette, name: str) -> Numbers:
+def _classes_from_colors(values: Numbers, palette: Palette, name: str) -> Numbers:
     # One integer per color: comparing integers is cheaper than comparing triples for every class.
     codes = (values.astype(np.int32) << np.array([16, 8, 0])).sum(-1)
     numbers = np.full(codes.shape, -1, np.int64)
     for number, (red, green, blue) in enumerate(palette):
         numbers[codes == (red << 16) + (green << 8) + blue] = number
     if (numbers < 0).any():
-        colour = values[numbers < 0][0].tolist()
+        color = values[numbers < 0][0].tolist()
         raise BadData(
-            f"the mask {name} has the color {colour}, which data.palette does not name",
+            f"the mask {name} has the color {color}, which data.palette does not name",
             allowed=", ".join(str(list(c)) for c in palette[:20]),
             do="add the color to data.palette, or correct the mask",
         )
     return numbers
 
 
-def _from_values(values: Numbers, mask_classes: MaskClasses, name: str) -> Numbers:
+def _classes_from_values(values: Numbers, mask_classes: MaskClasses, name: str) -> Numbers:
     present = np.unique(values)
     if mask_classes.classes <= 2 and mask_classes.ignore_index != 255 and set(present.tolist()) <= {0, 255}:
         return np.equal(values, 255).astype(np.int64)

@@ -55,10 +55,8 @@ def data_place(path: str) -> Path:
     return folder.joinpath(below)
 
 
-def in_store(data: Any) -> bool:
-    """Return whether the samples of a recipe are in an object store; raise BadRecipe for data that cannot be there."""
-    if not is_address(data.path):
-        return False
+def check_store_data(data: Any) -> None:
+    """Raise BadRecipe for an address in data.path that is none, or that has data which an object store cannot have."""
     from halfstep.store.address import check_installed, parse_address  # not loaded for plain paths
 
     parse_address(data.path, "data.path")
@@ -70,7 +68,6 @@ def in_store(data: Any) -> bool:
             allowed="data.name=shards, without data.embeddings",
             do="add data.name=shards where they are .tar shards; else copy them to a disk",
         )
-    return True
 
 
 def _refuse_closed(place: Path) -> None:
@@ -196,7 +193,7 @@ def find_layout(root: str | Path, task: str | None = None, masks: str | Path | N
         found = {name: SplitFolder(place) for name, place in places.items() if _has_classes(place)}
         if TRAIN in found or ALL in found:
             return Layout(CLASSIFICATION, folder, found)
-    raise _unrecognised(folder, task)
+    raise _unrecognized(folder, task)
 
 
 def _looks_like_pairs(folder: Path) -> bool:
@@ -207,7 +204,7 @@ def _has_classes(folder: Path) -> bool:
     return any(_holds_images(folder / name) for name in _folders(folder))
 
 
-def _unrecognised(folder: Path, task: str | None) -> BadData:
+def _unrecognized(folder: Path, task: str | None) -> BadData:
     wanted = "images/ and masks/ with one mask for each image" if task != CLASSIFICATION else ""
     classes = "a folder for each class, with images in it" if task != SEGMENTATION else ""
     allowed = f"{folder}/ with {', or '.join(filter(None, (wanted, classes)))}; or the same in train/ and val/"

@@ -25,7 +25,7 @@ from halfstep.data.dataset import (
     is_finite,
     seeded,
 )
-from halfstep.data.to_device import moved
+from halfstep.data.to_device import move_to_device
 from halfstep.data.worker_processes import POLL, Deadline, SentKeys, TooSlow, Worker, from_workers
 from halfstep.errors import ENDED_FROM_OUTSIDE, BadData, HalfstepError, WorkerLost
 from halfstep.out_of_memory import for_workers
@@ -144,7 +144,7 @@ class ValLoader:
         keys = ([(0, number) for number in batch] for batch in self.share.once(len(self.samples)))
         reading = LoaderOptions(self._workers, self._to_device.pins, self.timeout, self.while_waiting, self.given_up)
         read = _read(self.samples, keys, self._collate, reading)
-        yield from map(self._to_device, _none_empty(read))
+        yield from map(self._to_device, _skip_empty_batches(read))
 
 
 class SeededCollate:
@@ -181,7 +181,9 @@ class ToDevice:
         self.pins = here.is_cuda or here.is_xpu
 
     def __call__(self, batch: Batch) -> Batch:
-        move = functools.partial(moved, device=self.device, channels_last=self.channels_last, non_blocking=self.pins)
+        move = functools.partial(
+            move_to_device, device=self.device, channels_last=self.channels_last, non_blocking=self.pins
+        )
         return batch._replace(tensors={name: move(tensor) for name, tensor in batch.tensors.items()})
 
 
@@ -269,7 +271,7 @@ def _while_workers_live(batches: Iterator[Read]) -> Iterator[Read]:
         ) from error
 
 
-def _none_empty(batches: Iterator[Batch]) -> Iterator[Batch]:
+def _skip_empty_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
     """Yield the batches that have samples; the report of an empty one goes to a neighbor."""
     held: Batch | None = None
     orphans: list[Any] = []

@@ -22,7 +22,7 @@ RARE = 0.02
 """A value in a smaller share of the masks may be a mistake."""
 _MOST_CLASSES = 255
 
-Colour = tuple[int, int, int]
+Color = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class MaskCounts:
     """The pixels of one mask by value; a color is red · 65536 + green · 256 + blue."""
 
     pixels: Mapping[int, int]
-    in_colour: bool = False
+    in_color: bool = False
     is_indexed: bool = False
     """Whether the values are palette indices, which are class numbers."""
 
@@ -39,7 +39,7 @@ class MaskCounts:
         """The form that the mask alone suggests; empty where it is all background."""
         if not set(self.pixels) - {0}:
             return ""
-        if self.in_colour:
+        if self.in_color:
             return "colours" if len(self.pixels) <= MOST_VALUES else "shades"
         # Many different values are class numbers where they are dense, and shades where they are spread out.
         many = len(self.pixels) > MOST_VALUES and max(self.pixels) >= min(200, 2 * len(self.pixels))
@@ -56,7 +56,7 @@ def counts_in(image: Any) -> MaskCounts:
     if values.ndim == 2:
         return MaskCounts(_counted(values), is_indexed=image.mode == "P")
     wide = values.astype(np.int32)
-    return MaskCounts(_counted((wide[..., 0] << 16) + (wide[..., 1] << 8) + wide[..., 2]), in_colour=True)
+    return MaskCounts(_counted((wide[..., 0] << 16) + (wide[..., 1] << 8) + wide[..., 2]), in_color=True)
 
 
 def _counted(values: Numbers) -> dict[int, int]:
@@ -75,19 +75,19 @@ class MaskReading:
     classes: int
     words: str
     ignore_index: int | None = None
-    palette: tuple[Colour, ...] | None = None
+    palette: tuple[Color, ...] | None = None
 
     def settings(self) -> dict[str, object]:
         """Return the settings of a recipe's `data` section."""
-        palette = None if self.palette is None else [list(colour) for colour in self.palette]
+        palette = None if self.palette is None else [list(color) for color in self.palette]
         return {"classes": self.classes, "ignore_index": self.ignore_index, "palette": palette}
 
     def class_of(self, value: int, mask: MaskCounts) -> int | None:
         """Return the class of a value of this mask; None where it has none."""
         if self.palette is not None:
-            colour = colour_of(value) if mask.in_colour else (value, value, value)
-            return self.palette.index(colour) if colour in self.palette else None
-        if mask.in_colour or value == self.ignore_index:
+            color = color_of(value) if mask.in_color else (value, value, value)
+            return self.palette.index(color) if color in self.palette else None
+        if mask.in_color or value == self.ignore_index:
             return None
         if self.classes == 2 and self.ignore_index != NO_CLASS and set(mask.pixels) <= {0, 255}:
             return int(value == 255)
@@ -95,7 +95,7 @@ class MaskReading:
 
     def strange(self, mask: MaskCounts) -> list[int]:
         """Return the values of a mask that have no class and are not ignored."""
-        ignored = None if mask.in_colour or self.palette else self.ignore_index
+        ignored = None if mask.in_color or self.palette else self.ignore_index
         return [value for value in mask.pixels if value != ignored and self.class_of(value, mask) is None]
 
 
@@ -109,12 +109,12 @@ def read_masks_as(masks: Sequence[MaskCounts], classes: int | None = None) -> Ma
     if usual == "numbers":
         return _from_numbers(alike, classes)
     if usual == "colours":
-        return _from_colours(masks)
+        return _from_colors(masks)
     return MaskReading(classes or 2, "shades between classes, which stand for none")
 
 
 def _black_and_white(masks: Sequence[MaskCounts]) -> MaskReading:
-    ones = sum(not mask.in_colour and 1 in mask.pixels and set(mask.pixels) <= {0, 1} for mask in masks)
+    ones = sum(not mask.in_color and 1 in mask.pixels and set(mask.pixels) <= {0, 1} for mask in masks)
     white = f"255 (in {ones} masks 1)" if ones else "255"
     return MaskReading(2, f"0 is the background, {white} the foreground")
 
@@ -153,17 +153,17 @@ def _numbered(count: int | None, ignored: int | None = None) -> MaskReading:
     return MaskReading(classes, words, ignore_index=ignored)
 
 
-def _from_colours(masks: Sequence[MaskCounts]) -> MaskReading:
-    counts: Counter[Colour] = Counter()
+def _from_colors(masks: Sequence[MaskCounts]) -> MaskReading:
+    counts: Counter[Color] = Counter()
     for mask in masks:
         if mask.form in ("colours", ""):
             for value, pixels in mask.pixels.items():
-                counts[colour_of(value) if mask.in_colour else (value, value, value)] += pixels
+                counts[color_of(value) if mask.in_color else (value, value, value)] += pixels
     if not 2 <= len(counts) <= min(MOST_VALUES, _MOST_CLASSES):
         return MaskReading(2, f"{len(counts)} different colors, which are no classes")
     # Class 0 is the background by convention: black, or else the most frequent color.
     background = (0, 0, 0) if (0, 0, 0) in counts else counts.most_common(1)[0][0]
-    palette = (background, *sorted(colour for colour in counts if colour != background))
+    palette = (background, *sorted(color for color in counts if color != background))
     return MaskReading(len(palette), _listed("colours", [list(c) for c in palette]), palette=palette)
 
 
@@ -172,6 +172,6 @@ def _listed(kind: str, values: Sequence[Any]) -> str:
     return f"{kind}: {first}{f' and {len(values) - 4} more' if len(values) > 4 else ''}"
 
 
-def colour_of(code: int) -> Colour:
+def color_of(code: int) -> Color:
     """Return red, green and blue of a color code."""
     return code >> 16, code >> 8 & 255, code & 255

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfstep.data.dataset import BadSample, Files, Sample
 from halfstep.data.file_state import FileState, RecordedFile, block_starts, change_since, content_digest
-from halfstep.data.image_files import existing, files
+from halfstep.data.image_files import existing, find_files
 from halfstep.data.shard_bytes import read_parts
 from halfstep.data.shard_scan import not_a_shard, shown
 from halfstep.data.tar_members import DamagedTar, opened_tar
@@ -65,7 +65,7 @@ class MoviShards:
 
     def __init__(self, root: str | Path, split: str = "train") -> None:
         self.root = existing(root, "the folder of MOVi's shards")
-        shards = _of_split(files(self.root, (".tar",)), split)
+        shards = _of_split(find_files(self.root, (".tar",)), split)
         # Recorded before they are scanned: what changes in between is noticed.
         self._shards = {shard: _recorded(self.root / shard) for shard in shards}
         self._found = [one for shard in shards for one in _scanned(self.root, shard)]
@@ -165,11 +165,11 @@ def _recorded(shard: Path) -> RecordedFile:
 def _of_split(shards: list[str], split: str) -> list[str]:
     """Return the shards of a split by name or folder; all, for training, where no name contains a split."""
 
-    def has(name: str, word: str) -> bool:
+    def names_split(name: str, word: str) -> bool:
         return re.search(rf"(^|[-_/\\]){re.escape(word)}([-_./\\])", name) is not None
 
-    own = [shard for shard in shards if has(shard, split)]
-    unnamed = not any(has(shard, word) for shard in shards for word in _SPLITS)
+    own = [shard for shard in shards if names_split(shard, split)]
+    unnamed = not any(names_split(shard, word) for shard in shards for word in _SPLITS)
     return own or (shards if split == "train" and unnamed else [])
 
 

@@ -206,7 +206,7 @@ class ParquetShards(Shards):
         self._kept.move_to_end(at)
         return self._kept[at]
 
-    def ahead(self, numbers: Sequence[int]) -> Iterator[int]:
+    def prefetch(self, numbers: Sequence[int]) -> Iterator[int]:
         """Read nothing: chunks are kept."""
         return iter(())
 

@@ -22,7 +22,7 @@ AT_ONCE = 16
 """Shards that are verified in each epoch, over all ranks."""
 
 
-def shard_change(shards: Shards, number: int, is_stopped: Callable[[], bool] = lambda: False) -> str:
+def find_shard_change(shards: Shards, number: int, is_stopped: Callable[[], bool] = lambda: False) -> str:
     """Read a shard whole, and return how it differs from its index; empty where it does not."""
     try:
         now = pack(shards.scan(number, is_stopped))
@@ -106,7 +106,7 @@ class BackgroundCheck:
             with suppress(OSError, CancelledError):
                 state = FileState.of(self._shards.path(number).stat())
                 if number not in self._done and self._shards.is_as_before(number, state):
-                    change = shard_change(self._shards, number, self._stop.is_set)
+                    change = find_shard_change(self._shards, number, self._stop.is_set)
                     if change and not self._stop.is_set():
                         self._found = change
                         return

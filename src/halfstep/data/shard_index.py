@@ -54,7 +54,7 @@ _SEAL = 16
 _TABLE = np.dtype(
     [("rows", "<u4"), ("kinds", "<u4"), ("at", "<u8"), ("bytes", "<u8"), ("largest", "<i8"), ("digest", f"V{_SEAL}")]
 )
-SOME_LABELS, SOME_UNLABELLED, SOME_MASKS, SOME_UNMASKED = 1, 2, 4, 8
+SOME_LABELS, SOME_UNLABELED, SOME_MASKS, SOME_UNMASKED = 1, 2, 4, 8
 LABEL_BEFORE, LABEL_AFTER, DISTANCE = 16, 32, 256
 """Where every label of a shard lies: some blocks before the image, or after it. The factor of the number of blocks."""
 LABEL_COLUMN = 64
@@ -279,7 +279,7 @@ def open_index(path: Path) -> ShardIndex:
 def pack(rows: ShardRows) -> PackedShard:
     """Return the rows as bytes, with a digest for each page."""
     has_label, has_mask = rows.label >= 0, rows.mask >= 0
-    kinds = SOME_LABELS * has_label.any() | SOME_UNLABELLED * (~has_label).any()
+    kinds = SOME_LABELS * has_label.any() | SOME_UNLABELED * (~has_label).any()
     kinds |= SOME_MASKS * has_mask.any() | SOME_UNMASKED * (~has_mask).any()
     if has_label.any():
         image, size, label_at = rows.image[has_label], rows.image_size[has_label], rows.label_at[has_label]

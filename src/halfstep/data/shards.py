@@ -15,14 +15,14 @@ from halfstep.data.dataset import BadSample, Files, Sample, Seal
 from halfstep.data.file_state import FileState, RecordedFile, change_since
 from halfstep.data.folders import same_size
 from halfstep.data.held_out import Numbers, divided
-from halfstep.data.image_files import MOST_BYTES, existing, files
+from halfstep.data.image_files import MOST_BYTES, existing, find_files
 from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
 from halfstep.data.layout import place_of
 from halfstep.data.shard_bytes import NEAR, READ, Part, announce_parts, joined, parts_in, read_parts
 from halfstep.data.shard_index import (
     SOME_LABELS,
     SOME_MASKS,
-    SOME_UNLABELLED,
+    SOME_UNLABELED,
     SOME_UNMASKED,
     SampleRow,
     ShardIndex,
@@ -148,7 +148,7 @@ class Shards:
         found = read_parts(path, parts, lambda: self.name(index), lambda now: self._check(index, row, now, doubts))
         return _content_of(found, wanted)
 
-    def ahead(self, numbers: Sequence[int]) -> Iterator[int]:
+    def prefetch(self, numbers: Sequence[int]) -> Iterator[int]:
         """Read the bytes of the next samples, each shard opened once; yield the place of each before it is read.
 
         `content` reads those that are left out: from the first one on that is not as it was, or beyond `MOST_AHEAD`.
@@ -306,7 +306,7 @@ class Shards:
         Raise BadData unless all samples have the same: a batch cannot have labels for some.
         """
         kinds, found = self.index.table["kinds"], []
-        for part, some, without in (("label", SOME_LABELS, SOME_UNLABELLED), ("mask", SOME_MASKS, SOME_UNMASKED)):
+        for part, some, without in (("label", SOME_LABELS, SOME_UNLABELED), ("mask", SOME_MASKS, SOME_UNMASKED)):
             has = [(kinds & one).any() for one in (some, without)]
             if all(has) and part in self.parts:
                 one, other = (self._first_with(part, present) for present in (True, False))
@@ -319,7 +319,7 @@ class Shards:
         return found[0], found[1]
 
     def _first_with(self, part: str, present: bool) -> int:
-        some, without = (SOME_LABELS, SOME_UNLABELLED) if part == "label" else (SOME_MASKS, SOME_UNMASKED)
+        some, without = (SOME_LABELS, SOME_UNLABELED) if part == "label" else (SOME_MASKS, SOME_UNMASKED)
         shard = int(np.argmax(self.index.table["kinds"] & (some if present else without) != 0))
         numbers = range(self.index.first(shard), self.index.ends[shard])
         return next(n for n in numbers if (getattr(self.index.row(n), part) >= 0) == present)
@@ -414,7 +414,7 @@ def shard_paths(root: str | Path) -> list[Path]:
     else:
         folder = existing(given, "the folder of shards")
         # Compressed ones are refused when they are read, with the command that unpacks them.
-        names = files(folder, (".tar",)) or _parquet_files(folder) or files(folder, (".tar.gz", ".tgz"))
+        names = find_files(folder, (".tar",)) or _parquet_files(folder) or find_files(folder, (".tar.gz", ".tgz"))
         paths = [folder / name for name in names]
     missing = [path for path in paths if not path.is_file()]
     if missing or not paths:
@@ -428,7 +428,7 @@ def shard_paths(root: str | Path) -> list[Path]:
 
 def _parquet_files(folder: Path) -> list[str]:
     """Return the Parquet files of a folder; raise BadData where they are those of several splits."""
-    names = files(folder, (PARQUET,))
+    names = find_files(folder, (PARQUET,))
     splits = sorted({name.partition("-")[0] for name in names} & SPLITS)
     if len(splits) > 1:
         raise BadData(

@@ -159,7 +159,7 @@ class StoreShards(Shards):
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    def ahead(self, numbers: Sequence[int]) -> Iterator[int]:
+    def prefetch(self, numbers: Sequence[int]) -> Iterator[int]:
         """Read nothing: chunks are kept."""
         return iter(())
 

@@ -17,7 +17,7 @@ def placed(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Mo
     return model
 
 
-def moved(tensor: Tensor, device: torch.device, channels_last: bool, *, non_blocking: bool = False) -> Tensor:
+def move_to_device(tensor: Tensor, device: torch.device, channels_last: bool, *, non_blocking: bool = False) -> Tensor:
     """Return a tensor of a batch on its device; images in the memory format of the model's weights."""
     images = channels_last and tensor.dim() == 4 and tensor.is_floating_point()
     layout = torch.channels_last if images else torch.preserve_format

@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halfstep.data.image_files import files as files_below
+from halfstep.data.image_files import find_files as files_below
 from halfstep.data.layout import held_out_exactly, place_of
 from halfstep.data.token_files import (
     TOKENIZER,
@@ -144,7 +144,7 @@ def _files(place: Path, alone: bool) -> list[tuple[str, Path]]:
 
 def _documents(name: str, path: Path, separator: str | None) -> Iterator[Document]:
     if path.suffix.lower() in LINES:
-        yield from _lines(name, path)
+        yield from _jsonl_documents(name, path)
     elif separator is None:
         yield Document(name, lambda: _pieces(path))
     else:
@@ -161,7 +161,7 @@ def _held(name: str, text: str) -> Document:
     return Document(name, lambda: _cut(text))
 
 
-def _lines(name: str, path: Path) -> Iterator[Document]:
+def _jsonl_documents(name: str, path: Path) -> Iterator[Document]:
     """Yield the lines of a .jsonl file; each is read again when it is used."""
     with path.open("rb") as file:
         place = 0

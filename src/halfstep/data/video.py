@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halfstep.data.dataset import BadSample, Files, Sample, Subset, notices_changes, split
 from halfstep.data.folders import MASKS_RULE, NumberedFiles, paired, same_size
-from halfstep.data.image_files import MOST_PIXELS, Unreadable, check_regular, existing, files, image_files
+from halfstep.data.image_files import MOST_PIXELS, Unreadable, check_regular, existing, find_files, image_files
 from halfstep.data.image_io import MaskClasses, mask_of, read_image
 from halfstep.data.layout import Rule, held_out_by_place
 from halfstep.errors import BadData, HalfstepError, MissingExtra
@@ -251,7 +251,7 @@ class VideoFiles(NumberedFiles):
         given = Path(root)
         alone = given.is_file() and given.suffix.lower() in KINDS
         self.root = given.parent if alone else existing(given, "the folder of videos")
-        self._files = [given.name] if alone else files(self.root, SUFFIXES)
+        self._files = [given.name] if alone else find_files(self.root, SUFFIXES)
         if not self._files:
             raise BadData(f"{given} holds no video", allowed=", ".join(SUFFIXES), do="check data.path")
         _av()

@@ -72,7 +72,7 @@ def _placed(settings: Sequence[FoundSetting], tools: frozenset[str]) -> list[Fou
         if setting.kind == "code" and setting.argument in flags:
             placed.append(_given(setting, flags[setting.argument]))
         elif setting.argument not in given or setting.kind != "launch":
-            placed.append(_owned(setting, settings, tools))
+            placed.append(_with_owner(setting, settings, tools))
     return placed
 
 
@@ -85,7 +85,7 @@ def _given(setting: FoundSetting, flag: FoundSetting) -> FoundSetting:
     return replace(flag, tool=setting.tool, level=level, decides=setting.decides)
 
 
-def _owned(setting: FoundSetting, settings: Sequence[FoundSetting], tools: frozenset[str]) -> FoundSetting:
+def _with_owner(setting: FoundSetting, settings: Sequence[FoundSetting], tools: frozenset[str]) -> FoundSetting:
     """Return a flag of a script with the library that reads it."""
     if setting.kind != "launch" or setting.tool != "script":
         return setting

@@ -70,7 +70,7 @@ def read_machine(build: Build | None = None) -> MachineFacts:
     return MachineFacts(found, (build or read_build()).boards, _shared_memory(), apple)
 
 
-def within(version: str, ranges: str) -> bool:
+def is_version_within(version: str, ranges: str) -> bool:
     """Return whether a version such as `2.13.0+cu130` is within ranges such as `>=2.13,<2.14`."""
     release = _release(version)
     for sign, bound in _RANGE.findall(ranges):
@@ -100,7 +100,7 @@ def _applies(entry: KnownBad, machine: MachineFacts) -> str | None:
         where += [board.name for board in machine.boards if re.search(entry["gpu"], board.name)][:1]
     if "package" in entry:
         version = machine.packages.get(entry["package"])
-        where += [f"{entry['package']} {version}"] if version and within(version, entry["versions"]) else []
+        where += [f"{entry['package']} {version}"] if version and is_version_within(version, entry["versions"]) else []
     # An entry about a version on some GPUs needs both.
     return ", ".join(where) if len(where) == ("gpu" in entry) + ("package" in entry) else None
 

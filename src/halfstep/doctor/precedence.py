@@ -67,7 +67,7 @@ _ONLY_IF_ON = frozenset({"transformers"})
 """Tools in which `false` and silence are the same."""
 
 
-def place_of(setting: FoundSetting) -> str:
+def precedence_of(setting: FoundSetting) -> str:
     """Return where a tool ranks a setting, as `owner.rank`."""
     return f"{setting.owner}.{setting.rank}"
 
@@ -134,13 +134,15 @@ def provenance(
     # Every place that the tool reads when it is started in one way or another.
     known = {place for rule in RULES if rule.tool == tool for place in rule.order}
     speaking = [setting for setting in settings if setting.claim]
-    read = [s for s in speaking if place_of(s) in rule.order]
-    unread = [s for s in speaking if place_of(s) in known - set(rule.order)]
-    unread += [s for s in aside if s.claim and place_of(s) in known]
+    read = [s for s in speaking if precedence_of(s) in rule.order]
+    unread = [s for s in speaking if precedence_of(s) in known - set(rule.order)]
+    unread += [s for s in aside if s.claim and precedence_of(s) in known]
     if not read and not unread:
         return None
-    first = next((place for place in rule.order if any(_decides(tool, s) for s in read if place_of(s) == place)), None)
-    winners = [s for s in read if place_of(s) == first]
+    first = next(
+        (place for place in rule.order if any(_decides(tool, s) for s in read if precedence_of(s) == place)), None
+    )
+    winners = [s for s in read if precedence_of(s) == first]
     if not winners and tool == "accelerate":
         # Where accelerate is silent, the DeepSpeed file that it was given decides.
         winners = [s for s in speaking if s.kind == "deepspeed" and s.claim and s.claim.says]

@@ -98,7 +98,7 @@ def check_store(address: StoreAddress, patience: float = PATIENCE) -> StoreRepor
             found = replace(found, clock_skew=(facts.modified - before).total_seconds())
             seconds = _median(lambda: _read(store, key, facts))
             found = replace(found, answers_ranges=True, read_seconds=seconds)
-        found = replace(found, honours_conditions=store.honours_conditions())
+        found = replace(found, honours_conditions=store.honors_conditions())
         store.delete(key)  # without the right to remove objects, old checkpoints would stay
         return found
     except StoreFailed as failure:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from halfstep.draw.images import INK, PALE, PAPER, Array, Colour, line_height, width_of, words
+from halfstep.draw.images import INK, PALE, PAPER, Array, Color, line_height, width_of, words
 from halfstep.draw.sheet import blank, in_column, in_row
 
 TEXT = 13
@@ -63,13 +63,13 @@ def _cell(share: float, right: bool, side: int, numbered: bool) -> Array:
     missing = math.isnan(share)
     strength = 0.0 if missing else share**0.5  # the square root keeps small mistakes visible
     mixed = [round(p + (c - p) * strength) for p, c in zip(EMPTY, RIGHT if right else WRONG, strict=True)]
-    colour: Colour = (235, 235, 235) if missing else (mixed[0], mixed[1], mixed[2])
+    color: Color = (235, 235, 235) if missing else (mixed[0], mixed[1], mixed[2])
     cell = blank(side, side)
-    cell[:] = colour
+    cell[:] = color
     if numbered and not missing and share >= 0.0005:
         # Two significant digits: 10 and more without a decimal, less with one; 9.95 would round up to 10.0.
         text = f"{100 * share:.0f}" if share >= 0.0995 else f"{100 * share:.1f}"
-        _put(cell, words(text, TEXT, side, PAPER if strength > 0.6 else INK, colour))
+        _put(cell, words(text, TEXT, side, PAPER if strength > 0.6 else INK, color))
     return cell
 
 

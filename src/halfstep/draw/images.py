@@ -44,7 +44,7 @@ def image_of(picture: Array) -> Any:
     return Image.fromarray(np.ascontiguousarray(picture))
 
 
-Colour = tuple[int, int, int]
+Color = tuple[int, int, int]
 INK, PALE, PAPER = (24, 24, 27), (105, 105, 112), (255, 255, 255)
 DOTS = "…"
 
@@ -80,11 +80,11 @@ def _cut(text: str, kept: int) -> str:
     return f"{text[:first]}{DOTS}{text[len(text) - (kept - first) :]}"
 
 
-def words(text: str, size: int, width: int, colour: Colour = INK, background: Colour = PAPER) -> Array:
+def words(text: str, size: int, width: int, color: Color = INK, background: Color = PAPER) -> Array:
     """Draw one line of text, at most `width` wide, as a picture of the text's own width."""
     line = _drawable(shortened(text, size, width), size)
     image = Image.new("RGB", (max(1, min(width, width_of(line, size) + 1)), line_height(size)), background)
-    ImageDraw.Draw(image).text((0, line_height(size) // 2), line, fill=colour, font=font(size), anchor=_anchor(size))
+    ImageDraw.Draw(image).text((0, line_height(size) // 2), line, fill=color, font=font(size), anchor=_anchor(size))
     return np.asarray(image)
 
 
@@ -110,7 +110,7 @@ def grid(rows: Sequence[Sequence[Array]], gap: int = 4, background: int = 255) -
 
     Raise `WrongUse` for no pictures, or for another shape or dtype.
     """
-    cells = [[_coloured(picture) for picture in row] for row in rows if len(row)]
+    cells = [[_colored(picture) for picture in row] for row in rows if len(row)]
     if not cells:
         raise WrongUse("a grid of no pictures", allowed="at least one picture", do="give it rows of pictures")
     heights = [max(picture.shape[0] for picture in row) for row in cells]
@@ -128,7 +128,7 @@ def grid(rows: Sequence[Sequence[Array]], gap: int = 4, background: int = 255) -
     return out
 
 
-def _coloured(picture: Array) -> Array:
+def _colored(picture: Array) -> Array:
     if picture.dtype != np.uint8 or not (picture.ndim == 2 or picture.shape[2:] == (3,)):
         raise WrongUse(
             f"a picture of shape {picture.shape} and type {picture.dtype} in a grid",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from halfstep.draw.images import INK, PALE, PAPER, Array, Colour, line_height, words
+from halfstep.draw.images import INK, PALE, PAPER, Array, Color, line_height, words
 
 WIDTH = 1200
 """The largest width in pixels, so that a sheet fits on any screen."""
@@ -33,7 +33,7 @@ class PicturedSample:
 
     panels: Mapping[str, Array]
     caption: str = ""
-    frame: Colour | None = None
+    frame: Color | None = None
     """The frame color of a single picture."""
 
 
@@ -41,7 +41,7 @@ def sheet(
     entries: Sequence[PicturedSample],
     heading: str = "",
     note: str = "",
-    legend: Sequence[tuple[str, Colour]] = (),
+    legend: Sequence[tuple[str, Color]] = (),
     figures: Sequence[Array] = (),
 ) -> Array:
     """Draw all entries as one picture, at most WIDTH wide; `figures` are placed above them unchanged."""
@@ -54,7 +54,7 @@ def sheet(
     return _framed(in_column([*top, *body]))
 
 
-def single_picture(entry: PicturedSample, legend: Sequence[tuple[str, Colour]]) -> Array:
+def single_picture(entry: PicturedSample, legend: Sequence[tuple[str, Color]]) -> Array:
     """Draw a single picture as large as a screen allows, with its caption above and the legend below."""
     inner = WIDTH - 2 * MARGIN
     given = next(iter(entry.panels.values()))
@@ -120,9 +120,9 @@ def fitted(picture: Array, wide: int, high: int) -> Array:
     return np.asarray(image.resize(size, Image.Resampling.BOX))
 
 
-def _legend(legend: Sequence[tuple[str, Colour]], inner: int) -> Array:
+def _legend(legend: Sequence[tuple[str, Color]], inner: int) -> Array:
     """Draw color patches with their names in as many lines as they need."""
-    items = [in_row([_patch(colour), words(name, TEXT, inner // 3)], gap=5) for name, colour in legend]
+    items = [in_row([_patch(color), words(name, TEXT, inner // 3)], gap=5) for name, color in legend]
     lines: list[list[Array]] = [[]]
     for item in items:
         taken = sum(one.shape[1] + 2 * GAP for one in lines[-1])
@@ -132,12 +132,12 @@ def _legend(legend: Sequence[tuple[str, Colour]], inner: int) -> Array:
     return in_column([in_row(line, gap=2 * GAP) for line in lines], gap=2)
 
 
-def _patch(colour: Colour) -> Array:
+def _patch(color: Color) -> Array:
     high = line_height(TEXT)
     patch: Any = np.full((high, TEXT, 3), PAPER, dtype=np.uint8)
     top = (high - TEXT) // 2
     patch[top : top + TEXT] = PALE  # an edge makes white and yellow visible
-    patch[top + 1 : top + TEXT - 1, 1:-1] = colour
+    patch[top + 1 : top + TEXT - 1, 1:-1] = color
     return np.asarray(patch)
 
 
@@ -173,9 +173,9 @@ def _placed(part: Array, wide: int) -> Array:
     return in_row([part, blank(1, wide - part.shape[1])], gap=0) if part.shape[1] < wide else part[:, :wide]
 
 
-def _framed(part: Array, edge: int = MARGIN, colour: Colour = PAPER) -> Array:
+def _framed(part: Array, edge: int = MARGIN, color: Color = PAPER) -> Array:
     out = blank(part.shape[0] + 2 * edge, part.shape[1] + 2 * edge)
-    out[:] = colour
+    out[:] = color
     out[edge:-edge, edge:-edge] = part
     return out
 

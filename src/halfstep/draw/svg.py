@@ -320,7 +320,7 @@ def svg_document(charts: Sequence[Chart], title: str = "") -> str:
     y = _PAD + (_LINE + 6 if title else 0.0)
     inside = [f'<text class="strong" x="{_PAD}" y="{_PAD + 12}">{escaped(shortened(title, int(width / 7)))}</text>']
     for figures, each in rows:
-        found = [_drawn(figure, each) for figure in figures]
+        found = [_draw_figure(figure, each) for figure in figures]
         for n, (drawing, height) in enumerate(found):
             x = _PAD + n * (each + _GAP)
             inside.append(f'<svg x="{x}" y="{y}" width="{each}" height="{height}">{drawing}</svg>')
@@ -337,7 +337,7 @@ def svg_document(charts: Sequence[Chart], title: str = "") -> str:
     )
 
 
-def _drawn(figure: Figure, width: float) -> tuple[str, float]:
+def _draw_figure(figure: Figure, width: float) -> tuple[str, float]:
     """Return a figure with its title and legend as the inside of an `svg` element, and its height."""
     unit = f'<tspan class="unit" dx="8">{escaped(figure.unit)}</tspan>' if figure.unit else ""
     lines = [f'<text class="strong" x="0" y="13">{escaped(shortened(figure.title, int(width / 7)))}{unit}</text>']
@@ -372,10 +372,10 @@ def _file_style() -> str:
     light, dark = (dict(re.findall(r"--([a-z0-9-]+): *(#[0-9a-f]+)", part)) for part in found.split("/* dark */"))
     rules = found.split("/* rules */")[1]
 
-    def resolved(colors: dict[str, str]) -> str:
+    def resolve_colors(colors: dict[str, str]) -> str:
         return re.sub(r"var\(--([a-z0-9-]+)\)", lambda match: colors.get(match[1]) or light[match[1]], rules)
 
-    return f"{resolved(light)}@media (prefers-color-scheme: dark) {{{resolved(dark)}}}"
+    return f"{resolve_colors(light)}@media (prefers-color-scheme: dark) {{{resolve_colors(dark)}}}"
 
 
 @lru_cache(maxsize=1)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from halfstep.errors import Diverged, same_keys, unknown_name
+from halfstep.errors import Diverged, check_same_keys, unknown_name
 from halfstep.guard.alarms.spike import DIVERGENCE, NEW_LEVEL, REFUSED, RISEN, Notice, Spike
 from halfstep.guard.diagnosis.diagnoser import Diagnoser
 from halfstep.guard.repair.advice import give_up_error
@@ -146,7 +146,7 @@ class Guardian:
         # Reading a tensor would wait for the device.
         self._rate = rate if isinstance(rate, (float, int)) else None
         if self._above:
-            self._spike.rate_jumped = _jumped(self.history().rates, self._rate)
+            self._spike.rate_jumped = _learning_rate_jumped(self.history().rates, self._rate)
         elif self.mode == "repair":
             self._snapshot.take_if_due(self.limits.keep_every)
         return True
@@ -174,14 +174,14 @@ class Guardian:
             self._collapse.applied(report)
             self._streaks = {n: s for n, s in self._streaks.items() if not set(n.split(AND)) <= report.parts.keys()}
         if self._spike.notices:
-            self._check_losses(report)
+            self._handle_loss_spikes(report)
         self._applied_since_failure += 1
         if self._applied_since_failure >= self.limits.probation and self.remedies.placed:
             self._lift()
 
     # -- losses ---------------------------------------------------------------------------------------------------
 
-    def _check_losses(self, report: StepReport) -> None:
+    def _handle_loss_spikes(self, report: StepReport) -> None:
         """Report losses above the usual range; in repair mode, roll back ruined weights."""
         for notice in self._spike.notices:
             level: Level = "error" if notice.kind == DIVERGENCE else "warning" if notice.loud else "info"
@@ -332,7 +332,7 @@ class Guardian:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise an error for a state that `load_state_dict` could not use; nothing is changed."""
-        same_keys("a Guardian's state", self.state_dict(), state)
+        check_same_keys("a Guardian's state", self.state_dict(), state)
         Remedies.from_dict(state["remedies"])
         Spike().load_state_dict(state["spike"])
         Skips(1, 1.0).load_state_dict(state["skips"])
@@ -352,7 +352,7 @@ class Guardian:
         self._applied_since_failure, self._rollbacks = int(state["applied_since_failure"]), int(state["rollbacks"])
 
 
-def _jumped(rates: Sequence[float], now: float | None) -> bool:
+def _learning_rate_jumped(rates: Sequence[float], now: float | None) -> bool:
     """Return whether the learning rate is far above that of the last steps, or was recently."""
     # The maximum also counts the past: one large step is enough, even if the learning rate is normal again.
     return bool(rates) and max(now or 0.0, *rates) > JUMP * statistics.median(rates)

@@ -207,10 +207,10 @@ class Line(NamedTuple):
 def first_screen(start: Event, width: int, height: int) -> list[Line]:
     """Return the title, the precision and its reasons, the header and remarks; the rest is only in train.log."""
     lines = _lines(start)
-    room = max(height, LEAST) - BELOW - 1 - sum(_rows(line, width) for line in lines if not line.spare)
+    room = max(height, LEAST) - BELOW - 1 - sum(_count_rows(line, width) for line in lines if not line.spare)
     shown, left_out = [], 0
     for line in lines:
-        rows = _rows(line, width) if line.spare else 0
+        rows = _count_rows(line, width) if line.spare else 0
         if rows <= room:
             room -= rows
             shown.append(line)
@@ -237,7 +237,7 @@ def _lines(start: Event) -> list[Line]:
     ]
 
 
-def _rows(line: Line, width: int) -> int:
+def _count_rows(line: Line, width: int) -> int:
     return max(1, math.ceil(cell_len(line.text) / max(width - line.indent, 1)))
 
 

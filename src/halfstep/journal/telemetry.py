@@ -45,13 +45,13 @@ def find_gpu(nvml: Any, properties: Any) -> Gpu | None:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return None
-    for look in (_by_uuid, _by_bus):
+    for look in (_handles_by_uuid, _by_bus):
         for handle in look(nvml, properties):
             return Gpu(nvml, handle)
     return None
 
 
-def _by_uuid(nvml: Any, properties: Any) -> list[Any]:
+def _handles_by_uuid(nvml: Any, properties: Any) -> list[Any]:
     uuid = str(getattr(properties, "uuid", "") or "")
     # torch gives the UUID without a prefix, and NVML wants one; a MIG slice has its own.
     names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]

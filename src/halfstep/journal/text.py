@@ -404,9 +404,9 @@ def resumed(start: Event) -> list[LineItem]:
             or [f"the {kind} was changed" for kind in said.get("accepted") or ()]
             or ["exactness is unknown"]
         )
-        lines += _few("APPROXIMATE because ", reasons, alarm=True)
-    lines += _few("accepted change: ", said.get("changed") or (), alarm=False)
-    return lines + _few("rejected checkpoint ", said.get("rejected_checkpoints") or (), alarm=True)
+        lines += _first_lines("APPROXIMATE because ", reasons, alarm=True)
+    lines += _first_lines("accepted change: ", said.get("changed") or (), alarm=False)
+    return lines + _first_lines("rejected checkpoint ", said.get("rejected_checkpoints") or (), alarm=True)
 
 
 def is_resumed(start: Event) -> bool:
@@ -446,7 +446,7 @@ def _repeated(repeated: int | None) -> str:
     return f" ({numbers.count(repeated)} steps are done again)" if repeated > 1 else " (1 step is done again)"
 
 
-def _few(word: str, lines: Iterable[Any], alarm: bool) -> list[LineItem]:
+def _first_lines(word: str, lines: Iterable[Any], alarm: bool) -> list[LineItem]:
     every = [LineItem(clean(f"{word}{line}"), alarm) for line in lines]
     more = len(every) - MOST_LINES
     return [*every[:MOST_LINES], LineItem(f"{word}{more} more, which are in the journal", alarm)] if more > 0 else every

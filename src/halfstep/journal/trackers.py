@@ -25,14 +25,14 @@ def tracker_hints(start: Event) -> list[str]:
     tracker, folder = ((start.get("recipe") or {}).get("run") or {}).get("tracker"), Path(start.get("dir", ""))
     if tracker == "tensorboard" and (folder / "tensorboard").is_dir():
         return [f"{LOOK} tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"]
-    if tracker == "wandb" and _waits(folder / WANDB):
+    if tracker == "wandb" and _has_offline_runs(folder / WANDB):
         # With a wildcard: a resumed run has several.
         return [f"{UPLOAD} wandb sync {shlex.quote(str(folder / WANDB))}/{OFFLINE}*"]
     saved = read_json(folder / MLFLOW_FILE) if tracker == "mlflow" else None
     return [f"{LOOK} {saved['page']}"] if isinstance(saved, dict) and "page" in saved else []
 
 
-def _waits(folder: Path) -> bool:
+def _has_offline_runs(folder: Path) -> bool:
     try:
         return any(name.startswith(OFFLINE) for name in os.listdir(folder))
     except OSError:

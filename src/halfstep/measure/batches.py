@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfstep.data.to_device import moved
+from halfstep.data.to_device import move_to_device
 from halfstep.errors import WrongUse
 from halfstep.observe.reachable import leaves
 
@@ -93,4 +93,4 @@ def resized(batch: Any, size: int) -> Any:
 
 def placed(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
     """Return the batch on `device`, with images in channels_last layout if `channels_last`."""
-    return mapped(batch, lambda tensor: moved(tensor, device, channels_last))
+    return mapped(batch, lambda tensor: move_to_device(tensor, device, channels_last))

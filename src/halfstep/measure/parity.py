@@ -109,7 +109,7 @@ def parity(
         return ParityTest("can't tell", margin.size, mean, None, None, len(differences), f"fewer than {FEWEST} seeds")
     mean = statistics.mean(differences)
     low, high = mean_interval(differences, CONFIDENCE)
-    verdict, note = _judged(mean, low, high, margin.size)
+    verdict, note = _judge_interval(mean, low, high, margin.size)
     if margin.unsteady:
         verdict, note = "can't tell", f"{base_name} itself is too unsteady from seed to seed"
     elif verdict == "same" and margin.wide:
@@ -119,7 +119,7 @@ def parity(
     return ParityTest(verdict, margin.size, mean, low, high, len(differences), note)
 
 
-def _judged(mean: float, low: float, high: float, margin: float) -> tuple[Verdict, str]:
+def _judge_interval(mean: float, low: float, high: float, margin: float) -> tuple[Verdict, str]:
     if -margin <= low and high <= margin:
         return "same", ""
     # The interval may still cross the margin: with a mean beyond it and no gain in sight that is "worse", with a note.

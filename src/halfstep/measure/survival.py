@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import WrongUse, unknown_name
-from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, widest
+from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, widest_dtype
 from halfstep.guard.diagnosis.trials import candidates
 from halfstep.measure.batches import mapped
 from halfstep.measure.batches import placed as placed_batch
@@ -33,11 +33,11 @@ from halfstep.observe.emulate import (
     BACKWARD,
     NVFP4,
     Event,
+    FormatEmulator,
     Ranges,
     RoundedBlocks,
     RoundedOperands,
     RoundedOutputs,
-    Rounding,
     over_the_whole_range,
 )
 from halfstep.observe.recorder import Recorder, eagerly
@@ -81,7 +81,7 @@ StepResult = TypeVar("StepResult", bound=StepOutcome)
 class EmulatedStep(StepOutcome):
     """The result of one step."""
 
-    rounding: Rounding | None
+    rounding: FormatEmulator | None
     loss: float
     gradients: Gradients
     """Gradients of the parameters, already divided by the loss scale."""
@@ -96,7 +96,7 @@ class EmulatedStep(StepOutcome):
 def step(
     case: Case,
     device: torch.device,
-    rounding: Rounding | None,
+    rounding: FormatEmulator | None,
     *,
     scale: float = 1.0,
     islands: tuple[str, ...] = (),
@@ -131,7 +131,7 @@ def gradients_of(model: nn.Module, device: torch.device, scale: float) -> Gradie
     """Return the gradients by parameter, divided by the loss scale, as dense tensors."""
     # In fp64 where the device has it, so that dividing by the scale loses nothing.
     return {
-        name: _dense(parameter.grad.detach()).to(widest(device)) / scale
+        name: _dense(parameter.grad.detach()).to(widest_dtype(device)) / scale
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -201,14 +201,14 @@ def one_loss(given: Any) -> Tensor:
     )
 
 
-MakeRounding = Callable[[], Rounding]
+MakeEmulator = Callable[[], FormatEmulator]
 
 # fp8 training uses e4m3 in forward, where precision matters, and e5m2 for gradients, where range matters.
 _FP8 = {
     "fp8_e4m3": partial(RoundedOperands, FP8_E4M3, FP8_E5M2),
     "fp8_e5m2": partial(RoundedOperands, FP8_E5M2, FP8_E5M2),
 }
-_ROUNDINGS: dict[str, MakeRounding] = {
+_ROUNDINGS: dict[str, MakeEmulator] = {
     "fp16": partial(RoundedOutputs, FP16),
     "bf16": partial(RoundedOutputs, BF16),
     **_FP8,
@@ -282,7 +282,7 @@ class _Judged:
         self.reference = step(case, device, None)
         self.reference_is_finite = self.reference.fits
 
-    def survival(self, name: str, make: MakeRounding) -> Survival:
+    def survival(self, name: str, make: MakeEmulator) -> Survival:
         outcome = self._outcome(name, make)
         assert outcome.rounding is not None
         ranges = outcome.rounding.ranges
@@ -313,7 +313,7 @@ class _Judged:
             notes=self._notes(outcome.rounding, event),
         )
 
-    def _outcome(self, name: str, make: MakeRounding, islands: tuple[str, ...] = ()) -> EmulatedStep:
+    def _outcome(self, name: str, make: MakeEmulator, islands: tuple[str, ...] = ()) -> EmulatedStep:
         if name == "fp16":
             return at_finite_scale(lambda scale: step(self.case, self.device, make(), scale=scale, islands=islands))
         return step(self.case, self.device, make(), islands=islands)
@@ -337,7 +337,7 @@ class _Judged:
         """Return bf16's relative error: with small batches and normalization, any rounding error may be large."""
         return _compared(self.reference.gradients, self._bf16.gradients)[0] or 0.0
 
-    def _unscaled_underflow(self, outcome: EmulatedStep, make: MakeRounding) -> float:
+    def _unscaled_underflow(self, outcome: EmulatedStep, make: MakeEmulator) -> float:
         unscaled = outcome if outcome.scale == 1.0 else step(self.case, self.device, make())
         assert unscaled.rounding is not None
         return unscaled.rounding.ranges.total(BACKWARD).underflow_share
@@ -363,7 +363,7 @@ class _Judged:
             return f"survives; its gradients differ from fp32's by {error or 0.0:.1%}, bf16's by {self._bf16_error:.1%}"
         return f"survives; {_headroom(outcome)}, {_vanishing(outcome)}"
 
-    def _islands(self, name: str, make: MakeRounding, event: Event | None) -> list[str]:
+    def _islands(self, name: str, make: MakeEmulator, event: Event | None) -> list[str]:
         """Return the smallest part of the model that is a remedy when kept in fp32; empty if none is."""
         if event is None or name in _FP8 or not self.reference_is_finite:
             return []
@@ -375,7 +375,7 @@ class _Judged:
                 continue
         return []
 
-    def _notes(self, rounding: Rounding, event: Event | None) -> tuple[str, ...]:
+    def _notes(self, rounding: FormatEmulator, event: Event | None) -> tuple[str, ...]:
         kind = self.device.type.upper()
         notes = [f"rules: {kind} autocast"]
         operation = event.operation.removeprefix("aten.") if event else ""

@@ -182,8 +182,8 @@ def _evidence(survival: Survival) -> Iterator[Block]:
             f"{row.largest:.3g}",
             "-" if row.headroom_bits is None else f"{row.headroom_bits + 0.0:.1f} bits",
             Span(f"{row.overflows}", "bad") if row.overflows else "-",
-            _share(row.underflow_forward),
-            _share(row.underflow_backward),
+            _format_share(row.underflow_forward),
+            _format_share(row.underflow_backward),
         )
         for row in survival.modules[:_MOST_MODULES]
     ]
@@ -196,14 +196,14 @@ def _step_facts(survival: Survival) -> Iterator[tuple[str, str]]:
     unscaled = ""
     if survival.format == "fp16":
         yield "loss scale", _scale(survival)
-        unscaled = f", without a loss scale {_share(survival.gradient_underflow_unscaled)}"
-    yield "gradients vanish", f"{_share(survival.gradient_underflow)}{unscaled}"
+        unscaled = f", without a loss scale {_format_share(survival.gradient_underflow_unscaled)}"
+    yield "gradients vanish", f"{_format_share(survival.gradient_underflow)}{unscaled}"
     yield "gradient error", _error(survival)
     if survival.scaled is not None:
         yield "with a scale for each tensor", f"gradient error {_error(survival.scaled)}"
     # A few zeros come from units that rounding switched off; these are not worth a line.
     for lost in [lost for lost in survival.lost if lost.share >= _WORTH_A_LINE][:3]:
-        yield f"lost in {lost.parameter}", f"{_share(lost.share)} of its gradients, up to {lost.largest:.2g}"
+        yield f"lost in {lost.parameter}", f"{_format_share(lost.share)} of its gradients, up to {lost.largest:.2g}"
 
 
 def _scale(survival: Survival) -> str:
@@ -221,5 +221,5 @@ def _loss(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.5g}"
 
 
-def _share(value: float | None) -> str:
+def _format_share(value: float | None) -> str:
     return numbers.share(value) if value else "-"

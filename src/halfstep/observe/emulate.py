@@ -191,8 +191,8 @@ def over_the_whole_range(tensor: Tensor, format: Format) -> Tensor:
     return (format.largest / tensor.abs().amax()).clamp(max=_LARGEST_FACTOR)
 
 
-class Rounding(ABC):
-    """A way to run operations, and a listener: give a Recorder both `rounding` and `rounding.run`."""
+class FormatEmulator(ABC):
+    """Runs operations in an emulated format, and listens: give a Recorder both `emulator` and `emulator.run`."""
 
     carrier: torch.dtype
     """The dtype that autocast should cast to."""
@@ -213,7 +213,7 @@ class Rounding(ABC):
         self._rounded.clear()
 
 
-class RoundedOutputs(Rounding):
+class RoundedOutputs(FormatEmulator):
     """An emulation of formats that tensors are stored in, fp16 and bf16: each result is rounded once."""
 
     def __init__(self, format: Format) -> None:
@@ -275,7 +275,7 @@ class RoundedOutputs(Rounding):
         return self._known[known_by]
 
 
-class RoundedOperands(Rounding):
+class RoundedOperands(FormatEmulator):
     """An emulation of formats that only matrix units take, fp8: operands are rounded, results are kept in bf16."""
 
     carrier = torch.bfloat16

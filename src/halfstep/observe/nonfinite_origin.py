@@ -100,7 +100,7 @@ LITERAL = "a number in the code"
 OTHERS = "another process"
 _CHOOSES = {_aten.nll_loss_forward, _aten.nll_loss2d_forward}
 _LIFTS = {_aten.lift_fresh, _aten.lift_fresh_copy}
-_NORMALISES = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm}
+_NORMALIZES = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm}
 """Operations that write running statistics, their fourth and fifth argument, although their schemas do not say so."""
 _MOST_IN_FP64 = 2**27
 """Elements of an operation's inputs beyond which it is not recomputed in fp64: a gigabyte."""
@@ -380,12 +380,12 @@ def _in_fp64(operation: Operation, inputs: list[Tensor]) -> float | None:
 
 
 def _overwrites(operation: Operation) -> bool:
-    return _packet(operation) not in _NORMALISES and bool(written_by(operation))
+    return _packet(operation) not in _NORMALIZES and bool(written_by(operation))
 
 
 def _without_statistics(operation: Operation) -> tuple[Any, ...]:
     """Return the arguments with copies of the running statistics: a second call must not update them twice."""
-    if _packet(operation) not in _NORMALISES:
+    if _packet(operation) not in _NORMALIZES:
         return operation.arguments
     kept = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in operation.arguments[3:5]]
     return (*operation.arguments[:3], *kept, *operation.arguments[5:])
@@ -422,13 +422,13 @@ def _results(operation: Operation) -> list[Tensor]:
     """Return the returned tensors, or the written ones if nothing is returned, as by foreach operations."""
     if operation.result is None:
         return written_by(operation)
-    also = written_by(operation) if _packet(operation) in _NORMALISES else []
+    also = written_by(operation) if _packet(operation) in _NORMALIZES else []
     return _tensors(operation.result) + also
 
 
 def written_by(operation: Operation) -> list[Tensor]:
     """Return the tensors that an operation wrote into, as far as its schema tells."""
-    if _packet(operation) in _NORMALISES:
+    if _packet(operation) in _NORMALIZES:
         # The running statistics that a batch normalization updates in training.
         arguments = operation.arguments
         return _tensors(arguments[3:5]) if len(arguments) > 5 and arguments[5] else []

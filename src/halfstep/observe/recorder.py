@@ -112,12 +112,12 @@ _SENDS = ("send", "barrier", "monitored_barrier_", "check_for_nan")
 
 def written_by(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> list[Tensor]:
     """Return the tensors among the arguments that an operation is about to write into."""
-    places, statistics = _places(function)
+    places, statistics = _written_positions(function)
     if not places and not statistics:
         return []
-    found = [_given(place, name, arguments, keywords) for place, name in places]
+    found = [_argument_at(place, name, arguments, keywords) for place, name in places]
     if statistics and _learns(function, arguments, keywords):
-        found += [_given(place, name, arguments, keywords) for place, name in statistics]
+        found += [_argument_at(place, name, arguments, keywords) for place, name in statistics]
     return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
@@ -125,7 +125,7 @@ Places = tuple[tuple[int, str], ...]
 
 
 @cache
-def _places(function: OpOverload) -> tuple[Places, Places]:
+def _written_positions(function: OpOverload) -> tuple[Places, Places]:
     """Return the positions and names of written arguments, and of running statistics that are written in training."""
     taken = list(enumerate(function._schema.arguments))
     name = function._schema.name.rpartition("::")[2]
@@ -141,11 +141,11 @@ def _places(function: OpOverload) -> tuple[Places, Places]:
 def _learns(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> bool:
     for place, taken in enumerate(function._schema.arguments):
         if taken.name in _IN_TRAINING:
-            return bool(_given(place, taken.name, arguments, keywords))
+            return bool(_argument_at(place, taken.name, arguments, keywords))
     return True
 
 
-def _given(place: int, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
+def _argument_at(place: int, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
     return arguments[place] if place < len(arguments) else keywords.get(name)
 
 
@@ -319,7 +319,7 @@ class Recorder(TorchDispatchMode):
             return self._run_operator(func, args, kwargs)
         if self._opened or torch.is_inference_mode_enabled():
             # Below autograd some composite operations arrive undecomposed.
-            with self._further():
+            with self._record_nested():
                 made = func.decompose(*args, **kwargs)
             if made is not NotImplemented:
                 return made
@@ -371,7 +371,7 @@ class Recorder(TorchDispatchMode):
         def seen(*arguments: Any, **keywords: Any) -> Any:
             self._opened += 1
             try:
-                with self._further():
+                with self._record_nested():
                     return function(*arguments, **keywords)
             finally:
                 self._opened -= 1
@@ -379,7 +379,7 @@ class Recorder(TorchDispatchMode):
         return seen
 
     @contextmanager
-    def _further(self) -> Iterator[None]:
+    def _record_nested(self) -> Iterator[None]:
         """Record operations inside the one that is running: torch disables a dispatch mode within itself."""
         super().__enter__()
         try:

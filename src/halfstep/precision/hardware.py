@@ -78,7 +78,9 @@ def _fp64(device: Device) -> Ability:
         return Ability(False, "Apple GPUs have no fp64")
     if device.kind == "xpu" and "fp64" not in device.isa:
         return Ability(False, "it has no fp64 arithmetic")
-    return _other(device, "fp64") if device.kind == "other" else Ability(True, "it has fp64 arithmetic")
+    if device.kind == "other":
+        return _ability_of_other_device(device, "fp64")
+    return Ability(True, "it has fp64 arithmetic")
 
 
 _CAST = ("bf16", "fp16")
@@ -200,7 +202,7 @@ def _cpu(device: Device, format_name: str) -> Ability:
     return Ability(False, _CPU_LACKS[format_name], emulated=format_name != "tf32")
 
 
-def _other(device: Device, format_name: str) -> Ability:
+def _ability_of_other_device(device: Device, format_name: str) -> Ability:
     if device.name == "hpu" and format_name == "bf16":
         return Ability(True, "Gaudi's matrix engines compute in bf16")
     return Ability(False, f"nothing is known about {device.name}'s {format_name}", emulated=format_name in _CAST)
@@ -212,7 +214,7 @@ _RULES: dict[str, Callable[[Device, str], Ability]] = {
     "xpu": _xpu,
     "mps": _mps,
     "cpu": _cpu,
-    "other": _other,
+    "other": _ability_of_other_device,
 }
 
 

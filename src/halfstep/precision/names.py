@@ -229,7 +229,7 @@ def _switch(key: str, value: object) -> Claim | None:
         raise UnknownName(f"{key}: {error.given}", allowed=f"true, false, {error.allowed}", do=error.do) from None
 
 
-def _flag(key: str, value: object) -> Claim | None:
+def _claim_of_flag(key: str, value: object) -> Claim | None:
     """Read `fp16: true`, or DeepSpeed's `fp16: {enabled: true}`. Off excludes only its own precision."""
     if is_off(value):
         return Claim(key, value, denies=frozenset({key}), otherwise=AUTO if key == "fp32" else "fp32")
@@ -280,15 +280,15 @@ _KEYS: dict[str, _Reader] = {
     "precision_type": _word,
     "precision": _word,
     "trainer.precision": _word,
-    "fp16": _flag,
-    "bf16": _flag,
-    "fp32": _flag,
+    "fp16": _claim_of_flag,
+    "bf16": _claim_of_flag,
+    "fp32": _claim_of_flag,
     TF32: _tf32,
 }
 PRECISION_KEYS = frozenset(_KEYS) - {TF32}
 """The keys by which other projects choose a precision; for most of them `tf32` is a detail of fp32."""
 SWITCHES = tuple(key for key, reader in _KEYS.items() if reader is _switch)
-FLAGS = tuple(key for key, reader in _KEYS.items() if reader is _flag)
+FLAGS = tuple(key for key, reader in _KEYS.items() if reader is _claim_of_flag)
 FORMATS = ("amp_dtype", "precision_type")
 """Keys of the format that mixed precision has if it is on."""
 

@@ -31,7 +31,7 @@ _THREE = (Column(), Column(), Column())
 
 def settings_help(schemas: Mapping[str, Json], recipe: str | None = None) -> Page:
     """Return the first settings of a recipe, for `halfstep train RECIPE --help`; of every task where none is given."""
-    found = None if recipe is None else _found(recipe, schemas)
+    found = None if recipe is None else _recipe_or_none(recipe, schemas)
     # Without a recipe, any task will do: only the sections that all tasks share are shown.
     every = rows(next(iter(schemas.values())) if found is None else schemas[str(found.raw["task"])])
     here = {} if found is None else values_in(found)
@@ -65,7 +65,7 @@ def _belongs(row: SettingRow, here: Mapping[str, str], of_recipe: bool) -> bool:
     return row.key in here or not _CONDITION.match(row.doc)
 
 
-def _found(recipe: str, schemas: Mapping[str, Json]) -> RawRecipe | None:
+def _recipe_or_none(recipe: str, schemas: Mapping[str, Json]) -> RawRecipe | None:
     """Return the recipe; None where there is none or its task has no schema, because help must work then too."""
     try:
         found = read_recipe(recipe)

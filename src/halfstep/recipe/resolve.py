@@ -100,7 +100,7 @@ def resolve(
     if chosen:
         # Validated again: the choice may exclude something that was given.
         recipe = _validate(apply(content, [(one.key, one.value) for one in chosen]), schema, label)
-    return _complete(recipe, label, notes, chosen)
+    return _complete_recipe(recipe, label, notes, chosen)
 
 
 class CommandLine(NamedTuple):
@@ -202,7 +202,7 @@ def _no_interpolation(content: Any, label: str, key: str = "") -> None:
     elif isinstance(content, str) and "${" in content:
         raise _bad_recipe(
             label,
-            [Complaint(f"{key} is {_shown(content)}", "the value itself; recipes have no ${...}", "write it out")],
+            [Complaint(f"{key} is {_short_repr(content)}", "the value itself; recipes have no ${...}", "write it out")],
         )
 
 
@@ -239,13 +239,13 @@ def _validate(content: Mapping[str, object], schema: Any, label: str) -> Any:
     filled: dict[str, object] = {key: {} for key in schema.model_fields if key in ("model", "data", "loss")}
     filled |= {key: value for key, value in content.items() if value is not None or key not in schema.model_fields}
     recipe = validated(filled, schema, label)
-    wrong = list(_impossible(recipe))
+    wrong = list(_find_conflicts(recipe))
     if wrong:
         raise _bad_recipe(label, wrong)
     return recipe
 
 
-def _impossible(recipe: Any) -> Iterator[Complaint]:
+def _find_conflicts(recipe: Any) -> Iterator[Complaint]:
     """Yield complaints about values that are valid alone, but not together."""
     train, schedule, scale = recipe.train, recipe.schedule, recipe.loss_scale
     open_length = train.epochs is train.steps is None and recipe.sizing == AUTO
@@ -332,13 +332,13 @@ def _complaint(key: str, kind: str, value: Any, fields: Fields) -> Complaint:
     if kind == "missing":
         return Complaint(f"{key} is missing", allowed, f"add {key}")
     if (reason := fields.reason_against(key, value)) is not None:
-        return Complaint(f"{key} is {_shown(value)}: {reason}", allowed, f"{key}={fields.by_key[key].default}")
+        return Complaint(f"{key} is {_short_repr(value)}: {reason}", allowed, f"{key}={fields.by_key[key].default}")
     choices = [word for word in allowed.replace(" or ", ", ").split(", ") if " " not in word]
     word = nearest(value, choices) if isinstance(value, str) else None
     do = f"did you mean {word}?" if word else ""
     if key == "data.name" and isinstance(value, str) and not word and len(PurePath(value).parts) > 1:
         do = f"the path of a set is data.path={value}; data.name is its kind"
-    return Complaint(f"{key} is {_shown(value)}", allowed, do)
+    return Complaint(f"{key} is {_short_repr(value)}", allowed, do)
 
 
 def _unknown(key: str, fields: Fields) -> Complaint:
@@ -354,12 +354,12 @@ def _unknown(key: str, fields: Fields) -> Complaint:
     return Complaint(given, ", ".join(names if section else fields.top), do or "delete it")
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _complete(recipe: Any, label: str, notes: list[str], chosen: Sequence[ChosenSetting]) -> Resolved:
+def _complete_recipe(recipe: Any, label: str, notes: list[str], chosen: Sequence[ChosenSetting]) -> Resolved:
     # A drawn seed is written to recipe.yaml, so that the run can be repeated.
     drawn = frozenset({"train.seed"} if recipe.train.seed is None else ())
     # A recipe without it is that of an earlier run, which keeps its first split.
@@ -368,7 +368,9 @@ def _complete(recipe: Any, label: str, notes: list[str], chosen: Sequence[Chosen
     seed = secrets.randbelow(LARGEST_SEED) if recipe.train.seed is None else recipe.train.seed
     folder = _from_home(recipe.run.dir or str(PurePath("runs", label)))
     if ".." in PurePath(folder).parts or not folder.strip() or "\0" in folder:
-        raise Unsafe(f"run.dir is {_shown(folder)}", allowed="a path without `..`", do=f"write run.dir=runs/{label}")
+        raise Unsafe(
+            f"run.dir is {_short_repr(folder)}", allowed="a path without `..`", do=f"write run.dir=runs/{label}"
+        )
     whole = recipe.model_copy(
         update={
             "train": recipe.train.model_copy(update={"seed": seed}),
@@ -387,5 +389,5 @@ def _from_home(folder: str) -> str:
         return str(Path(folder).expanduser())
     except RuntimeError:
         raise Unsafe(
-            f"run.dir is {_shown(folder)}, and there is no such home", allowed="a path", do="write the path out"
+            f"run.dir is {_short_repr(folder)}, and there is no such home", allowed="a path", do="write the path out"
         ) from None

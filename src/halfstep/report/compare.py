@@ -31,7 +31,7 @@ HEADS = ["Run", "State", "Precision", "Best", "Last", "Steps", "Skipped", "Sampl
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     """Which of several runs is better, and how far that is known."""
 
     verdicts: list[str]
@@ -45,12 +45,12 @@ class Comparison:
 
     runs: list[tuple[str, RunFacts]]
     """The runs, each with a unique name."""
-    judgement: Judgement
+    judgment: Judgment
 
     @property
     def verdict(self) -> str:
         """Return the comparison in one sentence."""
-        first = next(iter(self.judgement.verdicts), "nothing could be compared")
+        first = next(iter(self.judgment.verdicts), "nothing could be compared")
         return f"{len(self.runs)} runs side by side: {first.rstrip('.')}."
 
     @property
@@ -71,8 +71,8 @@ class Comparison:
         heads, rows = self.differences
         return {
             "verdict": self.verdict,
-            "verdicts": self.judgement.verdicts,
-            "notes": self.judgement.notes,
+            "verdicts": self.judgment.verdicts,
+            "notes": self.judgment.notes,
             "differences": [dict(zip(heads, row, strict=True)) for row in rows],
             "table": [dict(zip(HEADS, row, strict=True)) for row in self.table],
         }
@@ -94,8 +94,8 @@ def comparison_page(found: Comparison, title: str, runs: tuple[Block, ...]) -> P
     blocks: list[Block] = [Paragraph(found.verdict), Heading("What came of them"), _as_table(HEADS, found.table)]
     blocks += [Heading("Curves over one another"), *(charts_of(*compared(found.runs)) or (none,))]
     blocks += [Heading("What differs in their recipes"), _as_table(heads, differences) if differences else same]
-    blocks += [Heading("Which is better"), Items(tuple(found.judgement.verdicts))]
-    blocks += [*charts_of(found.judgement.drawing), *(Paragraph(Span(note, "dim")) for note in found.judgement.notes)]
+    blocks += [Heading("Which is better"), Items(tuple(found.judgment.verdicts))]
+    blocks += [*charts_of(found.judgment.drawing), *(Paragraph(Span(note, "dim")) for note in found.judgment.notes)]
     return Page(title, (*blocks, Heading("Each run"), *runs))
 
 
@@ -133,13 +133,13 @@ def _kind(run: RunFacts) -> tuple[tuple[str, str], ...]:
     return tuple((k, v) for k, v in sorted(run.recipe.items()) if k != SEED and not k.startswith(_ASIDE))
 
 
-def _judge(named: list[tuple[str, RunFacts]]) -> Judgement:
+def _judge(named: list[tuple[str, RunFacts]]) -> Judgment:
     metrics = {run.metric for _, run in named}
     if len(metrics) > 1:
-        return Judgement([f"their metrics differ ({', '.join(sorted(metrics))}), so that none is better"], None, [])
+        return Judgment([f"their metrics differ ({', '.join(sorted(metrics))}), so that none is better"], None, [])
     arms, notes = _arms(named)
     if len(arms) < 2:
-        return Judgement([_alike(list(arms.values()), named)], None, notes)
+        return Judgment([_alike(list(arms.values()), named)], None, notes)
     return _tested(arms, named[0][1], notes)
 
 
@@ -191,7 +191,7 @@ def _alike(arms: list[list[Any]], named: list[tuple[str, RunFacts]]) -> str:
     return f"all that ended are of {what}; their {metric_name(named[0][1].metric)} goes from {spread}"
 
 
-def _tested(arms: Arms, first: RunFacts, notes: list[str]) -> Judgement:
+def _tested(arms: Arms, first: RunFacts, notes: list[str]) -> Judgment:
     from halfstep.measure.bench.comparison import BenchMetric, margin_over, rows_of
     from halfstep.measure.bench.page import parity_intervals
     from halfstep.measure.bench.report import margin_said, sentence
@@ -204,4 +204,4 @@ def _tested(arms: Arms, first: RunFacts, notes: list[str]) -> Judgement:
     verdicts = [f"against {base}, {sentence(row, metric, shared)}" for row in rows]
     drawing = parity_intervals("Difference with its 90 % interval", rows, metric, margin)
     said = margin_said(margin, metric, base)
-    return Judgement(verdicts, drawing, [f"The test is that of halfstep bench: {said}.", *notes])
+    return Judgment(verdicts, drawing, [f"The test is that of halfstep bench: {said}.", *notes])

@@ -22,7 +22,7 @@ _NAME = re.compile(r"epoch-([0-9]{4,9})\.png")
 
 def pictures_of(run: Path, best_epoch: float, room: int) -> tuple[list[Picture], list[str]]:
     """Return up to three pictures that together fit into `room` bytes of a page, and the reasons for omitted ones."""
-    chosen = _chosen(run / FOLDER, best_epoch)
+    chosen = _pick_pictures(run / FOLDER, best_epoch)
     found: list[Picture] = []
     left_out: list[str] = []
     for number, (caption, path) in enumerate(chosen):
@@ -34,7 +34,7 @@ def pictures_of(run: Path, best_epoch: float, room: int) -> tuple[list[Picture],
     return found, left_out
 
 
-def _chosen(folder: Path, best_epoch: float) -> list[tuple[str, Path]]:
+def _pick_pictures(folder: Path, best_epoch: float) -> list[tuple[str, Path]]:
     files = dict(sorted(_files(folder)))
     if not files:
         return []

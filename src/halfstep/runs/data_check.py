@@ -10,7 +10,7 @@ from halfstep.checkpoint.paths import CheckpointDir
 from halfstep.checkpoint.reading import read_state
 from halfstep.data.dataset import seal_of
 from halfstep.data.fingerprint import Fingerprint, different, fingerprint
-from halfstep.data.shard_check import shard_change
+from halfstep.data.shard_check import find_shard_change
 from halfstep.data.shard_index import MOST_THREADS
 from halfstep.data.shards import Shards
 from halfstep.runs.finished import task_of
@@ -51,4 +51,4 @@ def check_data(
 
 
 def _change(job: tuple[Shards, int]) -> str:
-    return shard_change(*job)
+    return find_shard_change(*job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfstep.data.choose_order import OrderFacts, choose_order, order_facts
 from halfstep.data.dataset import seal_of
-from halfstep.data.layout import data_place, in_store
+from halfstep.data.layout import check_store_data, data_place, is_address
 from halfstep.data.shard_index import existing_index
 from halfstep.data.shards import shards_at
 from halfstep.errors import BadData
@@ -19,8 +19,10 @@ def explain_order(found: RawRecipe, folder: str) -> OrderFacts:
     Raises BadData where there are no shards or no index of them, and BadRecipe for a task that reads none.
     """
     recipe = resolved_recipe(found, {"data.name": "shards", "data.path": folder}).recipe
-    is_stored, root = in_store(recipe.data), recipe.data.path
-    if not is_stored:
+    is_stored, root = is_address(recipe.data.path), recipe.data.path
+    if is_stored:
+        check_store_data(recipe.data)
+    else:
         place = data_place(recipe.data.path)
         root = place / "train" if (place / "train").is_dir() else place
     # Shards without an index would be read whole, which is too much for an explanation.

@@ -434,7 +434,7 @@ def _traced(found: Exported, image: Tensor) -> tuple[Any, bool, bool]:
     reason: Exception | None = None
     for any_batch, any_size in trials if signature and signature.variable_size else trials[1:]:
         try:
-            return _program(found.model, example, any_batch, any_size), any_batch, any_size
+            return _export_program(found.model, example, any_batch, any_size), any_batch, any_size
         except Exception as error:  # tracing may raise anything
             reason = error
     raise WrongUse(
@@ -444,7 +444,7 @@ def _traced(found: Exported, image: Tensor) -> tuple[Any, bool, bool]:
     )
 
 
-def _program(model: nn.Module, example: Tensor, any_batch: bool, any_size: bool) -> Any:
+def _export_program(model: nn.Module, example: Tensor, any_batch: bool, any_size: bool) -> Any:
     open_sizes = {**({0: torch.export.Dim.DYNAMIC} if any_batch else {})}
     open_sizes |= {2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC} if any_size else {}
     with torch.no_grad(), _sizes_unknown(), _quietly():

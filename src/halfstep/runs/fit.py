@@ -232,7 +232,7 @@ def _run_session(
         lost_ranks_named(),
         together(options.start_timeout + MARGIN, ends_process=on_hang is not None) as joined,
         rng_preserved(),
-        _given_alike(resolved),
+        _require_same_settings(resolved),
         _opened(resolved, new, accepted, now, remote) as opened,
     ):
         recipe = kind.schema.model_validate(opened.recipe)
@@ -266,14 +266,14 @@ def _ended_without_folder(folder: Path, beat: Beat) -> Beat:
 
     owner = owner_of(folder)
 
-    def checked(phase: str, step: int) -> None:
+    def beat_while_owned(phase: str, step: int) -> None:
         nonlocal owner
         owner = owner or owner_of(folder)  # a rank other than 0 may claim the folder later
         if owner is not None:
             owner.raise_if_lost()
         beat(phase, step)
 
-    return checked
+    return beat_while_owned
 
 
 @contextmanager
@@ -291,7 +291,7 @@ def _lost_folder_named(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _given_alike(resolved: Resolved) -> Iterator[None]:
+def _require_same_settings(resolved: Resolved) -> Iterator[None]:
     """Raise BadRecipe on all ranks where one was started with other settings, or another torch, than rank 0.
 
     Rank 0's recipe is used on all ranks: a setting that another rank was given would lose without a word.

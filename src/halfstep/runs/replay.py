@@ -368,7 +368,7 @@ def _remedy(
     if verdict is None and precision != record.step.precision:
         # Finite in another precision: that precision is the fix.
         found = advise_precision(precision)
-        return found.do, _command(record, run, found.setting, task)
+        return found.do, _resume_command(record, run, found.setting, task)
     # The learning rate in the recipe file that the run was started from, without typed overrides.
     begun = next((event for event in saved_events(run / JOURNAL) if event["event"] == events.START), {})
     lr = lower_lr(recipe.optimizer.lr, record.step.history.rates, recipe_lr(str(begun.get("command", ""))))
@@ -377,10 +377,10 @@ def _remedy(
         return f"{words}; this run went on without the batch", ""
     if setting == REPAIR and recipe.guard.mode == "repair":
         words, setting = words if kind == "skip" else f"{words}: the run did so already", ""
-    return words, _command(record, run, setting, task)
+    return words, _resume_command(record, run, setting, task)
 
 
-def _command(record: Record, run: Path, setting: str, task: type[Task] | str | os.PathLike[str] | None) -> str:
+def _resume_command(record: Record, run: Path, setting: str, task: type[Task] | str | os.PathLike[str] | None) -> str:
     finished = is_finished(run)
     # A command cannot name a class that was given as an object.
     if isinstance(task, type) or (finished and not setting):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.layout import SEGMENTATION, data_place, find_layout, in_store
+from halfstep.data.layout import SEGMENTATION, check_store_data, data_place, find_layout, is_address
 from halfstep.errors import (
     BadData,
     BadRecipe,
@@ -183,7 +183,7 @@ def refuse_early(resolved: Resolved, *, new: bool, accepted: Collection[str]) ->
     if recipe.checkpoint.remote is not None:
         check_remote(recipe.checkpoint.remote)
     # A resumed run has its weights in the checkpoint and needs no file.
-    begins = new or _state(resolved, accepted) == NEW
+    begins = new or _early_state(resolved, accepted) == NEW
     options = task_options(recipe.task)
     if options is None:
         return
@@ -202,7 +202,8 @@ def check_remote(address: str) -> None:
     check_installed()
 
 
-def _state(resolved: Resolved, accepted: Collection[str]) -> str:
+def _early_state(resolved: Resolved, accepted: Collection[str]) -> str:
+    """Return whether the run is new, resumed or finished; NEW, without looking, on several ranks or with a store."""
     if launched_rank().world_size > 1 or resolved.recipe.checkpoint.remote is not None:
         # Another rank may have opened the folder already, or a store is asked first: rank 0 checks it later for all.
         return NEW
@@ -210,7 +211,10 @@ def _state(resolved: Resolved, accepted: Collection[str]) -> str:
 
 
 def _check_data(data: Any) -> None:
-    if data.name in DRAWN or in_store(data):
+    if data.name in DRAWN:
+        return
+    if is_address(data.path):
+        check_store_data(data)
         return
     place = data_place(data.path)
     if not place.exists():

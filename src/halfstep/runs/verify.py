@@ -51,7 +51,7 @@ def verify(
         WrongUse: A proof of more steps than the run has.
     """
     folder = Path(os.path.expanduser(run))
-    result = read_all(folder)
+    result = read_checkpoints(folder)
     error, proof, found = _damage(folder, result), None, None
     if data and error is None:
         found = _check_data(folder, result.verdicts[0].generation, task)
@@ -96,7 +96,7 @@ class VerifiedRun:
         return "the disk" if 10 * self.from_disk > self.bytes else "other programs on the cores"
 
 
-def read_all(folder: Path) -> VerifiedRun:
+def read_checkpoints(folder: Path) -> VerifiedRun:
     """Read every byte of every checkpoint. No lock is needed: a generation that disappears was retired by the run."""
     from halfstep.checkpoint.paths import CHECKPOINTS, generations
     from halfstep.train.run_folder import recipe_in

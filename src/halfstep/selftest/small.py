@@ -10,7 +10,7 @@ CLASSES = 4
 Batch = tuple[Tensor, Tensor]
 
 
-def convolutional(device: torch.device, *, width: int = 16) -> nn.Module:
+def convolutional_model(device: torch.device, *, width: int = 16) -> nn.Module:
     """Return the model, with the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

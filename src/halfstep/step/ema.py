@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from halfstep.errors import StateMismatch, WrongUse, same_keys
+from halfstep.errors import StateMismatch, WrongUse, check_same_keys
 from halfstep.observe.recorder import as_written
 from halfstep.precision.precision import widen
 from halfstep.step.buffers import Buffers, differ, version_of
@@ -51,7 +51,7 @@ class StepCounts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load counters; raise StateMismatch if their names differ."""
-        same_keys("counters", vars(self), state)
+        check_same_keys("counters", vars(self), state)
         vars(self).update({**state, "skipped": Counter(state["skipped"])})
 
 

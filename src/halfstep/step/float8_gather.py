@@ -58,7 +58,7 @@ class _Float8Weight:
     def amax(self) -> Tensor:
         """Return the largest absolute value of this shard in the format that it would be gathered in."""
         # Rounding is monotonic, so that the largest number rounded is the largest rounded number.
-        largest: Tensor = torch.linalg.vector_norm(self._values(), math.inf, dtype=torch.float32)
+        largest: Tensor = torch.linalg.vector_norm(self._shard_in_param_dtype(), math.inf, dtype=torch.float32)
         return largest
 
     def scale_by(self, amax: Tensor) -> None:
@@ -69,7 +69,7 @@ class _Float8Weight:
         format: torch.dtype = self.layer.config.cast_config_weight.target_dtype
         return format
 
-    def _values(self) -> Tensor:
+    def _shard_in_param_dtype(self) -> Tensor:
         shard: Tensor = self.param._sharded_param_data.view(self.param.padded_sharded_param_size)
         return shard.to(self._group.mp_policy.param_dtype or shard.dtype)
 
@@ -82,7 +82,7 @@ class _Float8Weight:
         # Outside of a window, such as in an evaluation after an update, no rank has computed the scales.
         if self._version != self.version:
             self.scale_by(self._largest(self.amax()))
-        cast = hp_tensor_and_scale_to_float8(self._values(), self._scale, self._format)
+        cast = hp_tensor_and_scale_to_float8(self._shard_in_param_dtype(), self._scale, self._format)
         return (cast._data.view(torch.uint8),), self._scale  # gloo knows no fp8
 
     def fsdp_post_all_gather(

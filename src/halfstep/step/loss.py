@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfstep.errors import StateMismatch, WrongUse, same_keys
-from halfstep.formats import as_fp32, widest
+from halfstep.errors import StateMismatch, WrongUse, check_same_keys
+from halfstep.formats import as_fp32, widest_dtype
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.ranks import Ranks
 
@@ -213,7 +213,7 @@ class LossSlot:
 
     def check_state(self, state: LossState) -> None:
         """Raise StateMismatch for a state that does not fit; nothing is changed."""
-        same_keys(f"the loss {self.name!r}", self.state_dict(), state)
+        check_same_keys(f"the loss {self.name!r}", self.state_dict(), state)
         # Loading into a copy runs all checks of the scale without changing it.
         LossSlot(self.name, copy.copy(self.scale)).load_state_dict(state)
 
@@ -238,7 +238,7 @@ def base_count(count: float, microbatches: int, ranks: int) -> float | None:
 
 def _wide(count: Count, device: torch.device) -> Tensor:
     """Return a count as a tensor in the widest dtype of its device, so that it is exact."""
-    return torch.as_tensor(count, dtype=widest(device), device=device)
+    return torch.as_tensor(count, dtype=widest_dtype(device), device=device)
 
 
 _ALLOWED = (
@@ -341,7 +341,7 @@ class StaticScale(LossScale):
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Load the scale; raise StateMismatch if there is none."""
-        self.value = _positive("scale", _require(state, "scale")["scale"])
+        self.value = _positive("scale", _require_keys(state, "scale")["scale"])
 
 
 class DynamicScale(LossScale):
@@ -416,7 +416,7 @@ class DynamicScale(LossScale):
 
         Raises StateMismatch for missing keys and for a scale that is not a finite number.
         """
-        _require(state, "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+        _require_keys(state, "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
         cap = float(state.get("cap", self.cap))
         loaded = DynamicScale(
             init_scale=cap,  # any value within the bounds; the real one is set below
@@ -453,7 +453,7 @@ def _positive(name: str, number: Any) -> float:
     return value
 
 
-def _require(state: Mapping[str, float], *keys: str) -> Mapping[str, float]:
+def _require_keys(state: Mapping[str, float], *keys: str) -> Mapping[str, float]:
     missing = [key for key in keys if key not in state]
     if missing:
         raise StateMismatch(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from halfstep import distributed
-from halfstep.errors import StateMismatch, WrongUse, same_keys, same_presence
+from halfstep.errors import StateMismatch, WrongUse, check_same_keys, check_same_presence
 from halfstep.formats import FP32, FP64, Format, as_fp32, is_narrow
 
 # -- param tracker ----------------------------------------------------------------------------------------------------
@@ -299,16 +299,16 @@ class OptimizerSlot:
     def check_state(self, state: OptimizerSlotState) -> None:
         """Raise StateMismatch for the state of another optimizer, schedule or model; nothing is changed."""
         ours = self.state_dict()
-        same_keys(f"optimizer {self.name!r}", ours, state)
+        check_same_keys(f"optimizer {self.name!r}", ours, state)
         self._check_kind("optimizer", ours["kind"], state["kind"])
-        same_presence("a schedule", "schedule", ours, state)
+        check_same_presence("a schedule", "schedule", ours, state)
         self._check_kind("schedule", ours["schedule_kind"], state["schedule_kind"])
         if ours["schedule"] is not None and state["schedule"] is not None:
-            same_keys(f"the {ours['schedule_kind']} of {self.name!r}", ours["schedule"], state["schedule"])
+            check_same_keys(f"the {ours['schedule_kind']} of {self.name!r}", ours["schedule"], state["schedule"])
         saved, held = state["optimizer"], ours["optimizer"]
         # A wrapper around another optimizer may nest its state, or use a different format.
         torchs = {"state", "param_groups"}
-        same_keys(f"the {ours['kind']} of {self.name!r}", torchs & set(held), torchs & set(saved))
+        check_same_keys(f"the {ours['kind']} of {self.name!r}", torchs & set(held), torchs & set(saved))
         if torchs <= set(held):
             self._check_groups(saved["param_groups"])
             self._check_tensors(saved["state"])
@@ -348,7 +348,7 @@ class OptimizerSlot:
         for index, parameter in enumerate(owned_by(self.optimizer)):
             own, theirs = self.optimizer.state.get(parameter, {}), saved.get(index, {})
             if as_torch and own and theirs:
-                same_keys(f"the state of parameter {index} of {self.name!r}", own, theirs)
+                check_same_keys(f"the state of parameter {index} of {self.name!r}", own, theirs)
             for name, value in theirs.items() if isinstance(theirs, Mapping) else ():
                 known = as_torch or _is_moment(name, own, parameter)
                 # A state in 8 bits is a dict; one in 4 bits has two codes in a byte.

@@ -162,7 +162,7 @@ class Ranks:
         """Publish this rank's current text under a name."""
         self._set(f"{what}/{self.rank}", words)
 
-    def published(self, what: str) -> list[str]:
+    def published_texts(self, what: str) -> list[str]:
         """Return the current texts of all ranks that published one."""
         store: Any = self._store
         keys = [f"{what}/{rank}" for rank in range(self.size)]

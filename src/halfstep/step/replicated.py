@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep.errors import WrongUse
 from halfstep.step.optimizer_slot import Gradients
 from halfstep.step.ranks import Ranks
-from halfstep.step.sync import LossFunction, Synchroniser
+from halfstep.step.sync import LossFunction, Synchronizer
 
 _SEND_BUFFERS = ("forward_sync_buffers", "broadcast_buffers")
 """DistributedDataParallel's names, the new one first, of the option to broadcast buffers before each forward."""
@@ -33,7 +33,7 @@ class _Job(nn.Module):
         return loss_fn(self.model, batch)
 
 
-class Replicated(Synchroniser):
+class Replicated(Synchronizer):
     """A plain model, the same on every rank.
 
     Rank 0's buffers are sent at the beginning of the window, as in DistributedDataParallel, but from here: the only
@@ -53,7 +53,7 @@ class Replicated(Synchroniser):
         self._known: set[tuple[int, ...]] = set()
         self.follow()
 
-    def follow(self) -> Synchroniser:
+    def follow(self) -> Synchronizer:
         """Wrap the model anew for another set of trainable parameters; average instead if they alternate."""
         trainable = tuple(id(p) for p in self.model.parameters() if p.requires_grad)
         if trainable in self._known:  # parts trained in turns: no new wrapper at every turn
@@ -107,7 +107,9 @@ class Replicated(Synchroniser):
 
     def without_batch(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> None:
         """Run a backward of zeros, which sends every bucket."""
-        self.run(_reaches_nothing if self._finds_unused else _reaches_all, None, True).backward()
+        self.run(
+            _zero_loss_of_no_parameter if self._finds_unused else _zero_loss_of_all_parameters, None, True
+        ).backward()
 
     def complete(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> bool:
         """Send the remaining buffers and buckets of this rank."""
@@ -132,7 +134,7 @@ class Replicated(Synchroniser):
         self._job = DistributedDataParallel(_Job(self.model), **{**self._options, "init_sync": False})
 
 
-class Wrapped(Synchroniser):
+class Wrapped(Synchronizer):
     """A model that the user wrapped in DistributedDataParallel: only its own forward synchronizes."""
 
     model: DistributedDataParallel
@@ -191,7 +193,7 @@ class Wrapped(Synchroniser):
         return True
 
 
-class Averaged(Synchroniser):
+class Averaged(Synchronizer):
     """Several losses, each with its own backward: gradients are averaged after the last one."""
 
     fix = "let every process compute every loss, from the same modules"
@@ -202,7 +204,7 @@ class Averaged(Synchroniser):
         self._members: set[int] = set()
         self.follow()
 
-    def follow(self) -> Synchroniser:
+    def follow(self) -> Synchronizer:
         """Send rank 0's values of new parameters to the others."""
         parameters = list(self.model.parameters())
         members = {id(p) for p in parameters}
@@ -244,13 +246,13 @@ class Averaged(Synchroniser):
 # -- DistributedDataParallel, from inside --------------------------------------------------------------------------
 
 
-def _reaches_all(model: Any, _: object) -> Tensor:
+def _zero_loss_of_all_parameters(model: Any, _: object) -> Tensor:
     """Return a loss whose gradient is zero for every parameter that DistributedDataParallel waits for."""
     # Every parameter is in the graph, so that each of its hooks fires and each bucket is sent.
     return torch.stack([p.sum() * 0.0 for p in model.parameters() if p.requires_grad]).sum()
 
 
-def _reaches_nothing(model: Any, _: object) -> Tensor:
+def _zero_loss_of_no_parameter(model: Any, _: object) -> Tensor:
     """Return a loss that leaves parameters that no rank used without a gradient."""
     return torch.zeros((), device=next(model.parameters()).device, requires_grad=True) * 1.0
 

@@ -140,7 +140,7 @@ class ReplayLoss:
         self.unscaled = False
         """Whether the gradients are unscaled already, for on_gradients."""
 
-    def weighed(self, given: Any) -> Tensor:
+    def weigh_loss(self, given: Any) -> Tensor:
         """Return the value that backward runs on."""
         loss, count = given if isinstance(given, Counted) else (given, None)
         value = widen(loss)
@@ -314,7 +314,7 @@ def run_microbatches(
             name: ReplayLoss(factor, microbatches, config.scale) for name, factor in attempt.factors.items()
         }
         by_name = given if isinstance(given, dict) else dict.fromkeys(list(shares)[:1], given)
-        ready = {name: share.weighed(by_name[name]) for name, share in shares.items()}
+        ready = {name: share.weigh_loss(by_name[name]) for name, share in shares.items()}
         last = list(ready)[-1]
         for name, loss in ready.items():
             reach = None if attempt.reaches is None else attempt.reaches[name]

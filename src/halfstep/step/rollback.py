@@ -415,12 +415,12 @@ class Rollback:
         """Return a flag on the device: whether a buffer that once was finite is not; None if there is no candidate."""
         if not self._finite:
             return None
-        numbers = self.largest()
+        numbers = self.largest_magnitudes()
         largest = torch.stack([on(numbers[0].device, number) for number in numbers]).amax()
         # Zero of a finite number, else NaN: two kernels, where isfinite() takes five.
         return (largest - largest) != 0
 
-    def largest(self) -> list[Tensor]:
+    def largest_magnitudes(self) -> list[Tensor]:
         """Return the largest magnitude in each buffer that once was finite; on the device, nothing is read."""
         buffers = [entry.buffer for entry in self._finite]
         return list(torch._foreach_max(torch._foreach_abs(buffers))) if buffers else []

@@ -22,7 +22,7 @@ from halfstep.precision.island import islands
 from halfstep.precision.names import FP8
 from halfstep.step.optimizer_slot import Gradients
 from halfstep.step.ranks import Ranks
-from halfstep.step.sync import LossFunction, Synchroniser
+from halfstep.step.sync import LossFunction, Synchronizer
 
 PATIENCE = 4.0
 """Seconds that a failed rank waits for the others in its collectives; three windows' time if that is longer."""
@@ -99,7 +99,7 @@ class _Reduce(_CountedComm):
         return self._run(output_tensor, input_tensor, group, op, async_op=async_op)
 
 
-class Sharded(Synchroniser):
+class Sharded(Synchronizer):
     """A model under FSDP2's fully_shard."""
 
     model: Any
@@ -125,7 +125,7 @@ class Sharded(Synchroniser):
         """The bytes of weights that were gathered in this window, or in the last one."""
         return self._traffic.gathered
 
-    def follow(self) -> Synchroniser:
+    def follow(self) -> Synchronizer:
         """Replace the collectives of new parameter groups."""
         self._look()
         return self
@@ -215,7 +215,7 @@ class Sharded(Synchroniser):
             with autocast:
                 losses = loss_fn(self.model, batch)
             if place == 0:  # the others have started the window too, since they sent their parameters
-                length = max(1, *map(int, self._ranks.published("micro-batches")))
+                length = max(1, *map(int, self._ranks.published_texts("micro-batches")))
             self.model.set_requires_gradient_sync(place == length - 1)
             _backward_from(losses)
             place += 1

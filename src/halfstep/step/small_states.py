@@ -43,15 +43,18 @@ def kind_of(value: object) -> str | None:
 
 def with_plain_states(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state dict in which each small state is a dict of plain tensors."""
-    return {**state, "state": _mapped(state["state"], lambda value: to_parts(value) if kind_of(value) else value)}
+    return {**state, "state": _map_states(state["state"], lambda value: to_parts(value) if kind_of(value) else value)}
 
 
 def with_small_states(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state dict that `with_plain_states` was given."""
-    return {**state, "state": _mapped(state["state"], lambda value: from_parts(value) if is_saved(value) else value)}
+    return {
+        **state,
+        "state": _map_states(state["state"], lambda value: from_parts(value) if is_saved(value) else value),
+    }
 
 
-def _mapped(states: Mapping[Any, Any], change: Any) -> dict[Any, Any]:
+def _map_states(states: Mapping[Any, Any], change: Any) -> dict[Any, Any]:
     return {
         number: {key: change(value) for key, value in kept.items()} if isinstance(kept, Mapping) else kept
         for number, kept in states.items()

@@ -227,7 +227,7 @@ class _Runs:
         found = judge.deviations()
         if uses_compiled(self._model, self._attempt.loss_fn):
             left_out = narrow.values.left_out
-            found += judge.compiled(None if left_out else self._run(self._precision, factor, compiled=True))
+            found += judge.compare_compiled(None if left_out else self._run(self._precision, factor, compiled=True))
         return found, factor
 
     def _run(self, precision: Precision, factor: float, *, reference: bool = False, compiled: bool = False) -> _Ran:
@@ -424,7 +424,7 @@ class _Judge:
         """Return the parameters whose gradients are compared: matrices; sums over all samples may cancel."""
         return [n for n, d in self._distances.items() if self._wide.is_matrix(n) and d.norm > _SMALL * self._top]
 
-    def compiled(self, ran: _Ran | None) -> list[Deviation]:
+    def compare_compiled(self, ran: _Ran | None) -> list[Deviation]:
         """Compare the compiled step with the eager one, in the same precision; None if it was not run."""
         if ran is None:
             text = "the compiled step was not compared with the eager one: their dropout masks differ"

@@ -90,7 +90,7 @@ class Stepper(StepperBase):
                         # Closed before backward: autocast belongs around the forward pass only, and backward uses the
                         # formats that forward chose.
                         with self._autocast:
-                            result = self._synchroniser.run(loss_fn, microbatch, left == 0)
+                            result = self._synchronizer.run(loss_fn, microbatch, left == 0)
                         self._backward(result, divide=len(microbatches))
                         del result  # otherwise this micro-batch's graph would live through the next one's forward
                 return self._conclude(_aux_of(self._aux, as_list=microbatches is batch))
@@ -111,7 +111,7 @@ class Stepper(StepperBase):
         checks.check_surroundings(self.device)
         checks.check_window(torn=self._torn, in_one=False, empty=loss_fn is not None and not microbatches)
         slots = self._chosen(only)
-        self._synchroniser.settle()
+        self._synchronizer.settle()
         # Before `remember`, which saves the tensors in the lists that this rebuilds.
         self._notice_changes(loss_fn)
         # Inside an outer autocast, even a disabled one, torch would keep casts of the weights beyond the update.
@@ -136,7 +136,7 @@ class Stepper(StepperBase):
         self.counts.attempted += 1
         # From here on an error rolls the window back; nothing before this point needs a rollback.
         self._open = slots
-        self._synchroniser.begin(len(microbatches) if loss_fn else 0)
+        self._synchronizer.begin(len(microbatches) if loss_fn else 0)
 
     def _check_start(self, attempt: StepInputs, slots: list[OptimizerSlot]) -> None:
         """Compare the first micro-batch with fp32, unless the run is a resumed one; raise StartCheckFailed."""
@@ -194,7 +194,7 @@ class Stepper(StepperBase):
             slot.follow()
         if self.ema is not None:
             self.ema.follow()
-        self._synchroniser = self._synchroniser.follow()
+        self._synchronizer = self._synchronizer.follow()
         if self.weights is not None:
             self.weights.share(self.ranks)
         self._tracker.look()
@@ -224,7 +224,7 @@ class Stepper(StepperBase):
     def _pair(self, losses: Any, slots: list[OptimizerSlot]) -> list[Objective]:
         """Match losses with optimizers: one loss trains all optimizers of the step, a dict trains each by its own."""
         several = isinstance(losses, dict) and len(slots) > 1
-        if several and self._synchroniser.backward_goes_everywhere:
+        if several and self._synchronizer.backward_goes_everywhere:
             raise WrongUse(
                 "several losses in one step of a model under fully_shard",
                 allowed="one loss, for one optimizer or several; or several losses in turns",
@@ -242,7 +242,7 @@ class Stepper(StepperBase):
 
     def _objective(self, slots: list[OptimizerSlot]) -> Objective:
         loss = self._losses[slots[0].name if len(slots) == 1 else ONLY]
-        everywhere = len(slots) == len(self._slots) or self._synchroniser.backward_goes_everywhere
+        everywhere = len(slots) == len(self._slots) or self._synchronizer.backward_goes_everywhere
         return Objective(loss, slots, clip_norm=self.clip_norm, everywhere=everywhere)
 
     def _conclude(self, aux: Any, *, no_batch: bool = False) -> StepReport | None:
@@ -250,7 +250,7 @@ class Stepper(StepperBase):
             self._scope.judge()
         # From here on no rank may leave on its own: Ctrl-C has to wait.
         self._interrupts.interruptible, self._concluding = False, True
-        self._synchroniser.finish([slot.gradients for slot in self._open])
+        self._synchronizer.finish([slot.gradients for slot in self._open])
         if self.on_gradients is not None:
             # Before the agreement, so that the edited gradients are the ones that are judged and clipped.
             self.on_gradients([p for objective in self._objectives for p in objective.unscale(self.ranks)])
@@ -279,7 +279,7 @@ class Stepper(StepperBase):
     def _agree(self, mine: Votes) -> Votes:
         """Reach one decision with all ranks; raise RankFailed if one of them gave up the window."""
         flags = LocalFlags(self._rollback.not_finite(), self._rollback.unseen_writes())
-        agreed = self._agreement.on(self._objectives, self._token(), mine, flags, fix=self._synchroniser.fix)
+        agreed = self._agreement.on(self._objectives, self._token(), mine, flags, fix=self._synchronizer.fix)
         self._rollback.look(flags.read)
         self._agreed = True
         if agreed.abort:
@@ -331,7 +331,7 @@ class Stepper(StepperBase):
         for objective in self._objectives:
             objective.begin()
             objective.loss.begin_without_batch(self.device, self.ranks, self._begun)
-        self._synchroniser.without_batch([slot.gradients for slot in self._open], self._autocast)
+        self._synchronizer.without_batch([slot.gradients for slot in self._open], self._autocast)
         self._rollback.restore()  # FSDP2 reran an older batch, which wrote buffers
         return self._conclude(None, no_batch=True)
 
@@ -370,15 +370,15 @@ class Stepper(StepperBase):
         self._interrupts.interruptible = False
         if self.ranks.size > 1 and not self._agreed:
             self._agreed = True
-            self._together.fail(self._begun, error, self._complete, self._vote_abort, lambda: self._synchroniser.begun)
+            self._together.fail(self._begun, error, self._complete, self._vote_abort, lambda: self._synchronizer.begun)
 
     def _complete(self) -> bool:
         """Join the collectives of this window in which the other ranks wait."""
         slots = self._open or list(self._slots.values())
-        return self._synchroniser.complete([slot.gradients for slot in slots], self._autocast)
+        return self._synchronizer.complete([slot.gradients for slot in slots], self._autocast)
 
     def _vote_abort(self) -> None:
-        if self._synchroniser.needs_rebuild:
+        if self._synchronizer.needs_rebuild:
             # Before the vote: once a rank has the vote, it looks for this key.
             self.ranks.request_rebuild(self._begun)
         self._agreement.abort(self.device)
@@ -386,13 +386,13 @@ class Stepper(StepperBase):
 
     def _rebuild_if_requested(self) -> None:
         if self.ranks.rebuild_requested(self._begun):
-            self._synchroniser.rebuild()
+            self._synchronizer.rebuild()
 
     def _abandon(self) -> None:
         """Drop the window after an error and restore the state before it."""
         if self._open and not self._pending:
             forget = [objective.loss.forget for objective in self._objectives]
-            taken_back = [self._rollback.look_after_error, self._rollback.restore, *forget, self._synchroniser.abandon]
+            taken_back = [self._rollback.look_after_error, self._rollback.restore, *forget, self._synchronizer.abandon]
             self._pending = [*taken_back, self._uncount, self._close]
         self._run_pending()
 
@@ -454,7 +454,7 @@ class Stepper(StepperBase):
                 self.attempt = self.attempt.with_microbatch(*rerun)
             with self._or_abandon:
                 self._interrupts.allow()
-                with self._synchroniser.forward(last), self._scope, self._autocast:
+                with self._synchronizer.forward(last), self._scope, self._autocast:
                     yield
 
     def backward(self, loss: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import distributed
-from halfstep.errors import StateMismatch, WrongUse, same_keys, same_presence
+from halfstep.errors import StateMismatch, WrongUse, check_same_keys, check_same_presence
 from halfstep.finding import Finding
 from halfstep.formats import FP32
 from halfstep.observe.precision_check import LookAgain, LookSchedule, Observation, Watch, may_look_again
@@ -35,7 +35,7 @@ from halfstep.step.sharded import Sharded, reshard
 from halfstep.step.start_check import StartCheck
 from halfstep.step.step_inputs import Holdings, StepInputs
 from halfstep.step.stored_formats import find_mistakes
-from halfstep.step.sync import Alone, Synchroniser
+from halfstep.step.sync import Alone, Synchronizer
 from halfstep.step.window import CallOrder
 from halfstep.user_code import warn_user
 
@@ -146,7 +146,7 @@ class StepperBase:
         self._losses = _losses(list(named), self.precision, loss_scale)
         self._emit(stale)
         settle(model)
-        self._synchroniser = synchroniser(
+        self._synchronizer = synchronizer(
             model, optimizers=len(self._slots), ddp=ddp or {}, ranks=self.ranks, narrow=self.weights is not None
         )
         if self.weights is not None:
@@ -328,7 +328,7 @@ class StepperBase:
     @property
     def gathered_bytes(self) -> int | None:
         """The bytes of weights that FSDP2 gathered on this rank in the last window; None where nothing is sharded."""
-        return self._synchroniser.gathered_bytes
+        return self._synchronizer.gathered_bytes
 
     @property
     def bad_parameter(self) -> Tensor | None:
@@ -391,8 +391,8 @@ class StepperBase:
         ours = self.state_dict()
         _same_weight_format(ours, state)
         checks.check_same_conversion(ours.get("converted", {}), state.get("converted", {}))
-        same_keys("a Stepper's state", ours, state)
-        same_keys("optimizers", ours["optimizers"], state["optimizers"])
+        check_same_keys("a Stepper's state", ours, state)
+        check_same_keys("optimizers", ours["optimizers"], state["optimizers"])
         for name, slot in self._slots.items():
             slot.check_state(state["optimizers"][name])
         # Before the optimizers, because it can still refuse.
@@ -422,11 +422,11 @@ class StepperBase:
         ours = self.own_state()
         _same_weight_format(ours, state)
         checks.check_same_conversion(ours.get("converted", {}), state.get("converted", {}))
-        same_keys("a Stepper's own state", ours, state)
+        check_same_keys("a Stepper's own state", ours, state)
         for key in ("losses", "counts"):
-            same_keys(key, ours[key], state[key])
-        same_keys("precision", [self.precision.name], [state["precision"]])
-        same_presence("riders", "ema", ours, state)
+            check_same_keys(key, ours[key], state[key])
+        check_same_keys("precision", [self.precision.name], [state["precision"]])
+        check_same_presence("riders", "ema", ours, state)
         for name, loss in self._losses.items():
             loss.check_state(state["losses"][name])
         if self.weights is not None:
@@ -538,9 +538,9 @@ def positive(name: str, given: Any) -> float | None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def synchroniser(
+def synchronizer(
     model: nn.Module, *, optimizers: int, ddp: Mapping[str, Any], ranks: Ranks, narrow: bool = False
-) -> Synchroniser:
+) -> Synchronizer:
     """Return the synchronizer that fits this model and these ranks; raise WrongUse if only parts are sharded.
 
     Gradients of `narrow` weights are averaged here: DistributedDataParallel sums in the format of the weights.

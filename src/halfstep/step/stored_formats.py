@@ -80,12 +80,12 @@ def _other_base(model: nn.Module, precision: Precision) -> Iterator[Finding]:
         return
     # The frozen weight of an adapter is next to the trained ones, as in q_proj.base_layer.weight and
     # q_proj.lora_A.default.weight; those of a frozen encoder are not.
-    trained = [_above(name) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [_parent_module_path(name) for name, p in model.named_parameters() if p.requires_grad]
     near = {*trained, *(path.rpartition(".")[0] for path in trained)} - {""}
     other = {
         name: p.dtype
         for name, p in model.named_parameters()
-        if not p.requires_grad and is_narrow(p.dtype) and p.dtype is not narrow and _above(name) in near
+        if not p.requires_grad and is_narrow(p.dtype) and p.dtype is not narrow and _parent_module_path(name) in near
     }
     if other:
         format = name_of(next(iter(other.values())))
@@ -98,7 +98,7 @@ def _other_base(model: nn.Module, precision: Precision) -> Iterator[Finding]:
         )
 
 
-def _above(name: str) -> str:
+def _parent_module_path(name: str) -> str:
     """Return the path of the module above the one that holds a parameter."""
     return name.rpartition(".")[0].rpartition(".")[0]
 

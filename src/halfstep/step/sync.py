@@ -20,7 +20,7 @@ from halfstep.step.optimizer_slot import Gradients
 LossFunction = Callable[[Any, Any], Any]
 
 
-class Synchroniser(ABC):
+class Synchronizer(ABC):
     """A runner of loss functions that averages gradients over ranks in the last micro-batch."""
 
     fix: str = ""
@@ -87,12 +87,12 @@ class Synchroniser(ABC):
         """Prepare parameters for being looked at."""
         return
 
-    def follow(self) -> Synchroniser:
+    def follow(self) -> Synchronizer:
         """Return the synchronizer to use after parameters were added, removed or unfrozen."""
         return self
 
 
-class Alone(Synchroniser):
+class Alone(Synchronizer):
     """A single rank: nothing to synchronize."""
 
     def run(self, loss_fn: LossFunction, batch: Any, last: bool) -> Any:

@@ -46,7 +46,7 @@ class _Part(NamedTuple):
     """The rows to sum or compare, see `_rows`; None for a weakly referenced tensor, whose memory is looked up."""
 
 
-class _Group:
+class _ChecksumGroup:
     """The parts that one step compares."""
 
     def __init__(self, parts: list[_Part]) -> None:
@@ -104,14 +104,14 @@ class UnseenWrites:
         self._last_places = places
         # They share the memory and keep it alive without a copy, so that `.data =` can always be undone.
         self._aliases = [tensor.detach() for tensor in self._tensors]
-        self._groups = list(self._divided())
-        self._suspects: list[_Group] = []
-        self._compared: _Group | None = None
+        self._groups = list(self._divide_into_groups())
+        self._suspects: list[_ChecksumGroup] = []
+        self._compared: _ChecksumGroup | None = None
         self._before: Checksum | None = None
         self._known: list[bool] = []
         """The flags of memory that the host has compared by itself."""
 
-    def _divided(self) -> Iterator[_Group]:
+    def _divide_into_groups(self) -> Iterator[_ChecksumGroup]:
         """Divide the memory into groups for one step each, on one device, and all trained or all not."""
         words = [words_of(tensor.detach()) for tensor in self._tensors]
         places = sorted(range(len(words)), key=lambda place: self._tensors[place].requires_grad)
@@ -123,7 +123,7 @@ class UnseenWrites:
             return share if row.device.type == "cpu" else BYTES_PER_STEP
 
         if len({device for device, _ in kinds}) == 1 and len(words) <= TENSORS_PER_STEP and size <= most(words[0]):
-            yield _Group([self._part(place, words[place], 0, words[place].numel()) for place in places])
+            yield _ChecksumGroup([self._part(place, words[place], 0, words[place].numel()) for place in places])
             return
         parts: list[_Part] = []
         left, last = 0, None
@@ -131,7 +131,7 @@ class UnseenWrites:
             row, start = words[place], 0
             while start < row.numel():
                 if parts and (kind != last or len(parts) == TENSORS_PER_STEP or left < 8):
-                    yield _Group(parts)
+                    yield _ChecksumGroup(parts)
                     parts = []
                 if not parts:
                     left, last = most(row), kind
@@ -140,7 +140,7 @@ class UnseenWrites:
                 left -= (end - start) * row.element_size()
                 start = end
         if parts:
-            yield _Group(parts)
+            yield _ChecksumGroup(parts)
 
     def _part(self, place: int, words: Tensor, start: int, end: int) -> _Part:
         return _Part(place, start, end, _rows(words[start:end]) if place < self._held else None)
@@ -212,7 +212,7 @@ class UnseenWrites:
                 self._suspect(group)
         return [(self._names[place], self._tensors[place]) for place in sorted(found)]
 
-    def _differing(self, group: _Group) -> set[int]:
+    def _differing(self, group: _ChecksumGroup) -> set[int]:
         """Return the places of tensors whose checksums differ from those before the window; reads the device."""
         assert self._before is not None, "a group was compared"
         before, after = self._before, self._checksum(group)
@@ -221,12 +221,12 @@ class UnseenWrites:
         spans = zip(group.parts, [0, *ends[:-1]], ends, strict=True)
         return {part.place for part, start, end in spans if not _equal(before[start:end], after[start:end])}
 
-    def _suspect(self, group: _Group) -> None:
+    def _suspect(self, group: _ChecksumGroup) -> None:
         """Compare all memory of a group's tensors in the next windows, to learn whether steps write it."""
         places = {part.place for part in group.parts}
         group.written_between = True
         parts = [part for other in self._groups for part in other.parts if part.place in places]
-        self._suspects = [_Group(parts) for _ in range(_LOOKS)]
+        self._suspects = [_ChecksumGroup(parts) for _ in range(_LOOKS)]
 
     def restore(self) -> None:
         """Restore the storage that the tensors had before the window; in-place writes to it stay."""
@@ -240,7 +240,7 @@ class UnseenWrites:
     def _rows(self, part: _Part) -> list[Tensor]:
         return _rows(words_of(self._aliases[part.place])[part.start : part.end]) if part.rows is None else part.rows
 
-    def _checksum(self, group: _Group) -> Checksum:
+    def _checksum(self, group: _ChecksumGroup) -> Checksum:
         """Return the checksum of a group; the host reads nothing from a device."""
         if group.host_rows is not None:
             # Many times as fast as kernels for as little memory. A storage of no bytes has no address.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import distributed
-from halfstep.errors import StateMismatch, WrongUse, same_keys, unknown_name
+from halfstep.errors import StateMismatch, WrongUse, check_same_keys, unknown_name
 from halfstep.finding import Finding
 from halfstep.formats import BF16, FP32, is_narrow
 from halfstep.observe.recorder import as_written
@@ -341,9 +341,9 @@ class NarrowWeights:
 
     def check_state(self, state: WeightFormatState) -> None:
         """Raise StateMismatch for the state of other parameters."""
-        same_keys("the weights", self.state_dict(), state)
+        check_same_keys("the weights", self.state_dict(), state)
         own = self.state_dict()["low_bits"]
-        same_keys("the low bits of the weights", own, state["low_bits"])
+        check_same_keys("the low bits of the weights", own, state["low_bits"])
         for name, low in own.items():
             if low.shape != state["low_bits"][name].shape:
                 raise StateMismatch(

@@ -214,7 +214,7 @@ class Store:
                     self._obstore.head(self._store, self._full("probe"))
                 raise
             return [
-                StoredObject(self._relative(one["path"]), one["size"], one["e_tag"] or "", one["last_modified"])
+                StoredObject(self._relative_key(one["path"]), one["size"], one["e_tag"] or "", one["last_modified"])
                 for one in found
             ]
 
@@ -243,7 +243,7 @@ class Store:
 
         self._patiently(key, ask, ask_again=(DENIED,))
 
-    def honours_conditions(self) -> bool:
+    def honors_conditions(self) -> bool:
         """Return whether the store refuses to create an object that exists, and to replace another version.
 
         Raises StoreFailed where it does not answer ranges.
@@ -328,5 +328,5 @@ class Store:
     def _full(self, key: str) -> str:
         return f"{self.address.prefix}/{key}" if self.address.prefix else key
 
-    def _relative(self, path: str) -> str:
+    def _relative_key(self, path: str) -> str:
         return path[len(self.address.prefix) + 1 :] if self.address.prefix else path

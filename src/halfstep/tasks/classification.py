@@ -18,7 +18,7 @@ from halfstep.tasks.models.timm_models import expected_pixels, imagewise_model
 from halfstep.tasks.options.classification import SCHEMA, ClassificationData, check
 from halfstep.tasks.shared import images
 from halfstep.tasks.shared.confusion import counted
-from halfstep.tasks.shared.sources import labelled
+from halfstep.tasks.shared.sources import labeled
 from halfstep.train.metrics import Metrics, TopK
 from halfstep.train.signature import Preprocessing, Signature
 from halfstep.train.task import Judged, Prediction, Shown, Split, Task
@@ -86,7 +86,7 @@ class Classification(Task):
             image = self._varied(sample["image"] if sample["image"].dtype == torch.uint8 else scaled(sample["image"]))
             # RandAugment clamps to 0..1, and floating-point images in a file may exceed that range.
             image = image if sample["image"].is_floating_point() else self._strong(image)
-        return {**sample, "image": self.preprocessing.normalised(image)}
+        return {**sample, "image": self.preprocessing.normalized(image)}
 
     def collate(self, split: Split, samples: list[Sample]) -> Sample:
         """Collate samples; training batches get mixup or cutmix, chosen at random per batch where both are on."""
@@ -161,7 +161,7 @@ class Classification(Task):
         self.preprocessing = Preprocessing(data.channels, pixels.mean, pixels.std, resize=_side(data), crop=data.size)
 
     def _read(self) -> None:
-        self._sources, names = labelled(self.recipe.data, self._classes, self.recipe.store)
+        self._sources, names = labeled(self.recipe.data, self._classes, self.recipe.store)
         # Names restored from a run win: the weights are ordered by them.
         self._classes = self._classes or names
 

@@ -311,7 +311,7 @@ class Diffusion(Task):
     def _seen(self, image: Tensor, pixels: images.Pixels) -> Tensor:
         # Few torchvision transforms support 16-bit integers. 8-bit images are resized before the conversion, which is
         # cheaper.
-        return pixels.normalised(self._view(image if image.dtype == torch.uint8 else scaled(image)))
+        return pixels.normalized(self._view(image if image.dtype == torch.uint8 else scaled(image)))
 
     def _errors(self, model: LatentDiffusion, latents: Tensor, batch: Sample, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return the denoiser's squared error for each sample, and the timesteps it was evaluated at."""

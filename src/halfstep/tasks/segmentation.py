@@ -61,7 +61,7 @@ class Segmentation(Task):
         self.ignored: int = 255 if recipe.data.ignore_index is None else recipe.data.ignore_index
         self._sources: dict[Split, Source] = {}
         self._augmented = _augmentation(recipe.data, self.ignored)
-        self._coloured = _jitter(recipe.data)
+        self._colored = _jitter(recipe.data)
 
     def facts(self) -> dict[str, Any]:
         """Return the class names."""
@@ -94,10 +94,10 @@ class Segmentation(Task):
             image = image if image.dtype == torch.uint8 else scaled(image)
             image, mask = self._augmented(tv_tensors.Image(image), tv_tensors.Mask(mask))
             # ColorJitter clamps to 0..1, and floating-point images in a file may exceed that range.
-            image = image if sample["image"].is_floating_point() else self._coloured(image)
+            image = image if sample["image"].is_floating_point() else self._colored(image)
             # Model and collation get plain tensors, not torchvision's subclasses.
             image, mask = image.as_subclass(Tensor), mask.as_subclass(Tensor)
-        return {"image": self.preprocessing.normalised(image), "mask": mask}
+        return {"image": self.preprocessing.normalized(image), "mask": mask}
 
     def collate(self, split: Split, samples: list[Sample]) -> Sample:
         """Stack crops for training; pad whole images to one size for evaluation, and record each original `size`."""
@@ -115,7 +115,7 @@ class Segmentation(Task):
     def loss(self, model: nn.Module, batch: Sample, metrics: Metrics | None = None) -> Tensor:
         """Return the cross-entropy and Dice loss, on crops in training and on whole images in evaluation."""
         # Evaluation must not depend on a random crop, nor on the sizes of other images in the batch.
-        logits = model(batch["image"]) if model.training else self._whole(model, batch)
+        logits = model(batch["image"]) if model.training else self._logits_of_whole_images(model, batch)
         if metrics is not None:
             metrics.update(_chosen(logits), batch["mask"].long())
         return overlap_loss(logits, batch["mask"], self.ignored, self.recipe.loss.dice)
@@ -126,7 +126,7 @@ class Segmentation(Task):
 
     def shown(self, model: nn.Module, batch: Sample) -> list[Shown]:
         """Return the image, the true mask, the predicted mask, and their differences, for each sample."""
-        predicted = _chosen(self._whole(model, batch))
+        predicted = _chosen(self._logits_of_whole_images(model, batch))
         scores = self.judge(predicted, batch["mask"].long()).figures["iou"].tolist()
         return [
             Shown(self._panels(image[:, :high, :wide], truth[:high, :wide], answer[:high, :wide]), f"IoU {score:.2f}")
@@ -162,7 +162,7 @@ class Segmentation(Task):
         device = next(model.parameters()).device
         batch = self.collate("val", [self.transform("val", {"image": image, "mask": torch.zeros(image.shape[-2:])})])
         classes = len(self.classes)
-        logits = self._whole(model, {"image": batch["image"].to(device), "size": batch["size"]}).cpu()
+        logits = self._logits_of_whole_images(model, {"image": batch["image"].to(device), "size": batch["size"]}).cpu()
         if logits.shape[-2:] != image.shape[-2:]:  # max_side shrank the image; the mask must have its full size
             # Logits are interpolated, not classes: there is no class between two classes.
             logits = F.interpolate(widen(logits), image.shape[-2:], mode="bilinear")
@@ -177,7 +177,7 @@ class Segmentation(Task):
             legend=list(zip(self.classes, images.palette(classes), strict=True))[1:],
         )
 
-    def _whole(self, model: nn.Module, batch: Sample) -> Tensor:
+    def _logits_of_whole_images(self, model: nn.Module, batch: Sample) -> Tensor:
         """Return logits of whole images, each in its own size and in tiles where it is large."""
         data, sizes = self.recipe.data, [(high, wide) for high, wide in batch["size"].tolist()]
         return each_in_its_size(lambda x: tiled(model, x, data.tile, data.overlap, self.stride), batch["image"], sizes)

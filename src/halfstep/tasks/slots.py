@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.data.dataset import BadSample, Sample, Source
 from halfstep.data.image_io import scaled
-from halfstep.formats import widest
+from halfstep.formats import widest_dtype
 from halfstep.precision.island import island
 from halfstep.status_line import OnProgress
 from halfstep.tasks.models.slots.model import slot_model, temporal_contrast
@@ -36,7 +36,7 @@ def overlays(frames: Sequence[Picture], masks: Any, slots: int) -> list[Picture]
     """
     # The palette's first color is black for the background, but slots treat the background as one more object: skip it.
     return [
-        images.laid_over(_grey(frame), _numbers(mask) + 1, slots + 1) for frame, mask in zip(frames, masks, strict=True)
+        images.laid_over(_gray(frame), _numbers(mask) + 1, slots + 1) for frame, mask in zip(frames, masks, strict=True)
     ]
 
 
@@ -52,7 +52,7 @@ def clip_picture(frames: Sequence[Picture], masks: Any, slots: int, truth: Any =
     return _below([images.side_by_side(row, GAP) for row in rows])
 
 
-def _grey(frame: Picture) -> Picture:
+def _gray(frame: Picture) -> Picture:
     picture: Picture = frame.mean(2, keepdims=True).round().astype(np.uint8).repeat(3, 2)
     return picture
 
@@ -89,7 +89,7 @@ class _OverClips(Metric):
         counts = counted(truth, said, (THINGS, self.slots))
         # float64 where the device has it: float32 holds integers exactly only up to 2**24, fewer than a clip has pairs
         # of pixels.
-        scores = self._scores(counts.to(widest(counts.device)))
+        scores = self._scores(counts.to(widest_dtype(counts.device)))
         judged = ~scores.isnan()
         self.scores = self.scores + (torch.where(judged, scores, 0.0) * UNIT).round().long().sum()
         self.clips = self.clips + judged.sum()

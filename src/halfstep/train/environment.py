@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfstep._version import __version__, installed_version
 from halfstep.data.order import RANDPERM, SavedOrder
-from halfstep.errors import StateMismatch, same_keys
+from halfstep.errors import StateMismatch, check_same_keys
 from halfstep.precision import flags
 from halfstep.precision.hardware import describe
 from halfstep.recipe.strict_yaml import flat
@@ -120,8 +120,8 @@ class AutoChoices:
     def from_dict(cls, state: Mapping[str, Any]) -> AutoChoices:
         """Build it from `as_dict`; raise StateMismatch where keys differ."""
         given = {"order": asdict(RANDPERM), **state}
-        same_keys("the automatic choices", [*cls.__dataclass_fields__], given)
-        same_keys("the order of the samples", [*SavedOrder.__dataclass_fields__], given["order"])
+        check_same_keys("the automatic choices", [*cls.__dataclass_fields__], given)
+        check_same_keys("the order of the samples", [*SavedOrder.__dataclass_fields__], given["order"])
         return cls(**{**given, "reasons": tuple(given["reasons"]), "order": SavedOrder(**given["order"])})
 
 
@@ -156,7 +156,7 @@ def read_generators(device: torch.device) -> GeneratorStates:
 def check_generators(state: Any, device: torch.device) -> None:
     """Raise StateMismatch where `set_generators` could not load `state`."""
     own = read_generators(device)
-    same_keys("random numbers", own, state)
+    check_same_keys("random numbers", own, state)
     for name, generator in own.items():
         if _form(generator) != _form(state[name]):
             raise StateMismatch(

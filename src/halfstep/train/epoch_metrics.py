@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
-from halfstep.errors import StateMismatch, begin_again, same_keys
+from halfstep.errors import StateMismatch, begin_again, check_same_keys
 from halfstep.step.report import StepReport
 from halfstep.train.evaluation import values
 from halfstep.train.metrics import Metric, Metrics
@@ -116,8 +116,8 @@ class EpochMetrics:
 
     def check_state(self, state: EpochState) -> None:
         """Raise StateMismatch where `state` belongs to other metrics; change nothing."""
-        same_keys("the epoch so far", self.state_dict(), state)
-        same_keys("metrics", [name for name, _ in self._each()], state["metrics"])
+        check_same_keys("the epoch so far", self.state_dict(), state)
+        check_same_keys("metrics", [name for name, _ in self._each()], state["metrics"])
         for name, metric in self._each():
             _check(f"metric {name!r}", _state(metric), state["metrics"][name])
 
@@ -170,7 +170,7 @@ class _Foreign:
     def snapshot(self) -> list[dict[str, object]]:
         # Lists only grow, so their length suffices to roll back, however long they are.
         return [
-            {"_update_count": metric._update_count, **{name: _short(v) for name, v in metric.metric_state.items()}}
+            {"_update_count": metric._update_count, **{name: _as_length(v) for name, v in metric.metric_state.items()}}
             for metric in self._metrics
         ]
 
@@ -186,7 +186,7 @@ class _Length(NamedTuple):
     length: int
 
 
-def _short(value: Any) -> Any:
+def _as_length(value: Any) -> Any:
     return _Length(len(value)) if isinstance(value, list) else value
 
 
@@ -204,14 +204,14 @@ def _state(metric: Any) -> dict[str, dict[str, Any]]:
 
 
 def _check(what: str, own: Mapping[str, Mapping[str, object]], saved: Mapping[str, Mapping[str, object]]) -> None:
-    same_keys(what, own, saved)
+    check_same_keys(what, own, saved)
     for path, parts in own.items():
-        same_keys(what, parts, saved[path])
+        check_same_keys(what, parts, saved[path])
         for name, value in parts.items():
             if not _fits(value, saved[path][name]):
                 raise StateMismatch(
-                    f"{what}: {name} was {_form(saved[path][name])}",
-                    allowed=f"{_form(value)}, as it is now",
+                    f"{what}: {name} was {_shape_and_dtype(saved[path][name])}",
+                    allowed=f"{_shape_and_dtype(value)}, as it is now",
                     do=f"use the run's original metrics, or {begin_again()}",
                 )
 
@@ -223,7 +223,7 @@ def _fits(own: Any, saved: Any) -> bool:
     return own.dtype == saved.dtype and (own.ndim == 0 or own.shape == saved.shape)
 
 
-def _form(value: Any) -> str:
+def _shape_and_dtype(value: Any) -> str:
     return f"{tuple(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 

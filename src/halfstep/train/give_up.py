@@ -30,7 +30,7 @@ from halfstep.recipe.fields import fields_of
 from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 from halfstep.recipe.sources import read_recipe
 from halfstep.train.checkpointing import Checkpoints
-from halfstep.train.guarding import in_the_data
+from halfstep.train.guarding import describe_guilty_samples
 from halfstep.train.loop import Loop
 from halfstep.train.microbatches import smaller_microbatches
 
@@ -250,7 +250,7 @@ def give_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
 def _why(loop: Loop, cause: str, error: Diverged) -> str:
     """Return the reason; the checkpoint to resume from is named after it."""
     why = error.why or error.given
-    return why + in_the_data(loop.guarding.guilty) if cause == DATA else why
+    return why + describe_guilty_samples(loop.guarding.guilty) if cause == DATA else why
 
 
 def _is_in_the_code(error: Diverged) -> bool:

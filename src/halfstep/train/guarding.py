@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from halfstep.errors import BadData, Diverged, begin_again, same_keys
+from halfstep.errors import BadData, Diverged, begin_again, check_same_keys
 from halfstep.guard.alarms.spike import REFUSED
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.monitors.monitors import Meters
@@ -100,7 +100,7 @@ def check_guards(stepper: Stepper, saved: Mapping[str, Mapping[str, object]]) ->
     """Raise where a guard would refuse its saved state; change nothing."""
     guards = {guard.name: guard for guard in stateful(stepper)}
     others = [name for name in guards if name not in OWN], [name for name in saved if name not in OWN]
-    same_keys("guards of the run", *others)
+    check_same_keys("guards of the run", *others)
     for name in guards.keys() & saved.keys():
         if hasattr(guards[name], "check_state"):
             guards[name].check_state(saved[name])
@@ -199,7 +199,7 @@ class Guarding:
         # The last step of a streak may have finite samples; the message names those of an earlier one.
         self.guilty = list(guilty) or self.guilty
         if self._events or self._notes:
-            self._tell(in_the_data(guilty))
+            self._tell(describe_guilty_samples(guilty))
         if ended is not None:
             raise ended
         # Single overflows are how a dynamic loss scale finds its value.
@@ -243,8 +243,8 @@ class Guarding:
         self._notes.clear()
 
 
-def in_the_data(guilty: Sequence[int]) -> str:
-    """Return the numbers in the data set of samples that a verdict knows by their positions in a batch."""
+def describe_guilty_samples(guilty: Sequence[int]) -> str:
+    """Return text that names the samples of a verdict by their numbers in the data set; empty without samples."""
     if not guilty:
         return ""
     return f" (in the data set: {many(len(guilty), 'sample')} {first_few(guilty)})"

@@ -401,7 +401,7 @@ class Loop:
         self.beat("evaluating")
         self.is_evaluating = True
         choosing = Choosing(self.task)
-        with ema_weights(ema), self._stopped_with_others():
+        with ema_weights(ema), self._stop_with_evaluation():
             found = evaluate(
                 self.task,
                 self.model,
@@ -432,7 +432,7 @@ class Loop:
         return found
 
     @contextmanager
-    def _stopped_with_others(self) -> Iterator[None]:
+    def _stop_with_evaluation(self) -> Iterator[None]:
         """End the run where the evaluation inside was stopped; the checkpoint of this epoch was taken before it."""
         try:
             yield

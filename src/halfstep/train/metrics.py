@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep import distributed
-from halfstep.formats import widest
+from halfstep.formats import widest_dtype
 from halfstep.precision.precision import widen
 
 
@@ -59,7 +59,7 @@ class Metric(ABC):
     def to(self, device: torch.device) -> Metric:
         """Move the sums to `device`, in the widest floating-point dtype that it supports."""
         for name, tensor in self.metric_state.items():
-            wide = widest(device) if tensor.is_floating_point() else tensor.dtype
+            wide = widest_dtype(device) if tensor.is_floating_point() else tensor.dtype
             setattr(self, name, tensor.to(device, wide))
         return self
 

@@ -47,10 +47,10 @@ def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimiz
 
         arguments = {"lr": options.lr, "weight_decay": options.weight_decay, "betas": (options.momentum, 0.999)}
         return small_adam(options.name, options.state, small_groups(model, trained), **arguments)
-    return _made(options, _groups(trained))
+    return _make_optimizer(options, _groups(trained))
 
 
-def _made(options: OptimizerOptions, groups: list[ParameterGroup]) -> optim.Optimizer:
+def _make_optimizer(options: OptimizerOptions, groups: list[ParameterGroup]) -> optim.Optimizer:
     arguments: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.name == "sgd":
         arguments |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
@@ -132,7 +132,7 @@ def _muon(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
     others = _groups([p for p in trained if id(p) not in hidden])
     if not others:
         return muon
-    return MuonWithAdamW(muon, _made(options.model_copy(update={"name": "adamw"}), others))
+    return MuonWithAdamW(muon, _make_optimizer(options.model_copy(update={"name": "adamw"}), others))
 
 
 def optimizer_notes(optimizer: optim.Optimizer) -> list[str]:

@@ -111,7 +111,7 @@ class Directory(NamedTuple):
         return f"{CHECKPOINTS}/{self.name}-{self.launch_number:04x}-{self.launch}"
 
     @property
-    def kept(self) -> str:
+    def blocks_prefix(self) -> str:
         """The start of the keys of its blocks."""
         return f"{KEPT}/{self.launch_number:04x}-{self.launch}"
 
@@ -200,7 +200,7 @@ def claim(request: ClaimRequest) -> dict[str, object]:
     """Make a launch the owner of a place and return its lease; raise StoreFailed `taken` for another run's place."""
     store = _store(request)
     known = Known(**request["known"])
-    conditional = store.honours_conditions()
+    conditional = store.honors_conditions()
     for _ in range(TRIES):
         owner, tag = read_owner(store)
         if owner is not None and owner.launch == request["launch"]:
@@ -414,7 +414,7 @@ def retain(store: Store, lease: Lease, newest: Directory, keep: int, skipped: Se
             store.delete(key)
     with contextlib.suppress(Damaged):  # then nobody knows which blocks it needs
         used = {
-            f"{directory.kept}/{seal.sha256}"
+            f"{directory.blocks_prefix}/{seal.sha256}"
             for directory in found[:keep]
             for seal in read_commit(store, directory).blocks
         }
@@ -520,7 +520,7 @@ def _download(store: Store, one: Directory, commit: Commit, draft: Path) -> None
     for name, seal in commit.files.items():
         _fetch(store, target / name, [(f"{one.key}/{name}", seal)])
     for name, blocks in commit.beside.items():
-        _fetch(store, draft / name, [(f"{one.kept}/{seal.sha256}", seal) for seal in blocks])
+        _fetch(store, draft / name, [(f"{one.blocks_prefix}/{seal.sha256}", seal) for seal in blocks])
     flush(target)
     flush(draft)
 

@@ -43,7 +43,7 @@ class Preprocessing:
         """Return 1 × channels × height × width in fp32, from a path, a Pillow image, an array or a tensor."""
         from halfstep.data.image_io import as_read  # here, because it needs Pillow and a signature does not
 
-        return self.normalised(self.resized(as_read(image, self.channels))).unsqueeze(0)
+        return self.normalized(self.resized(as_read(image, self.channels))).unsqueeze(0)
 
     def shrunk_size(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width with at most `max_side` pixels on the longer side."""
@@ -69,7 +69,7 @@ class Preprocessing:
         cut: Tensor = F.center_crop(pixels, [self.crop, self.crop])
         return cut
 
-    def normalised(self, pixels: Tensor) -> Tensor:
+    def normalized(self, pixels: Tensor) -> Tensor:
         """Return an image minus the mean, divided by the deviation; integers are scaled to 0 .. 1 first."""
         from halfstep.data.image_io import scaled
 

@@ -20,7 +20,7 @@ from halfstep.checkpoint.commit import RankSnapshot
 from halfstep.checkpoint.packing import pack, unpack
 from halfstep.data.dataset import BadSampleBudget, Samples
 from halfstep.data.fingerprint import Fingerprint, different
-from halfstep.errors import BadData, HalfstepError, StateMismatch, add_option, begin_again, option, same_keys
+from halfstep.errors import BadData, HalfstepError, StateMismatch, add_option, begin_again, check_same_keys, option
 from halfstep.precision.island import islands
 from halfstep.recipe.changes import (
     DATA,
@@ -301,7 +301,7 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> A
     # Those of earlier versions lack the order of the samples and the guard's alarm.
     saved = replace(saved, auto_choices=AutoChoices.from_dict(saved.auto_choices).as_dict())
     changed = changes(saved.recipe, live.recipe)
-    same_keys("the position", ["progress", "bad_samples", "data_fingerprint", "journal_sizes"], saved.position)
+    check_same_keys("the position", ["progress", "bad_samples", "data_fingerprint", "journal_sizes"], saved.position)
     progress = {"overflows": 0, "unproved": 0, **saved.position["progress"]}
     saved = replace(saved, position={**saved.position, "progress": progress})
     data = different(Fingerprint.from_dict(saved.position["data_fingerprint"]), live.data_fingerprint)
@@ -326,7 +326,7 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> A
         _same_form(f"{name} of the run", getattr(now, name), getattr(saved, name), levels)
     live.epoch_metrics.check_state(saved.counts["epoch"])
     check_generators(saved.rng, live.parts.stepper.device)
-    same_keys("the progress", vars(live.progress), saved.position["progress"])
+    check_same_keys("the progress", vars(live.progress), saved.position["progress"])
     _check_lr_schedulers(now, saved)
     check_guards(live.parts.stepper, saved.guards)
     live.parts.stepper.load_state_dict(_of_stepper(live, saved))  # raises before it changes anything
@@ -435,7 +435,7 @@ def _in_words(precision: SavedPrecision) -> str:
 
 
 def _check_weights(live: RunObjects, now: State, saved: State) -> None:
-    same_keys("the model", now.weights, saved.weights)
+    check_same_keys("the model", now.weights, saved.weights)
     lines = list(_unfitting(now.weights["parameters"], saved.weights["parameters"], set()))
     # Non-persistent buffers may grow with the longest batch: their shapes are not compared.
     free = assignable_buffers(live.parts.model, saved.weights["non_persistent_buffers"])
@@ -483,9 +483,9 @@ def _other_optimizer(now: State, saved: State, optimizer: str) -> Iterator[str]:
 
 def _same_form(what: str, own: Any, saved: Any, levels: int) -> None:
     if not isinstance(own, Mapping) or not isinstance(saved, Mapping):
-        same_keys(what, [type(own).__name__], [type(saved).__name__])
+        check_same_keys(what, [type(own).__name__], [type(saved).__name__])
     elif levels > 0:
-        same_keys(what, own, saved)
+        check_same_keys(what, own, saved)
         for key in own:
             if levels > 1:
                 _same_form(f"{what}, {key}", own[key], saved[key], levels - 1)

@@ -41,7 +41,7 @@ from halfstep.errors import (
 from halfstep.files import read_json, renaming, replacing, write_json
 from halfstep.launch_variables import count_in
 from halfstep.out_of_memory import is_out_of_memory
-from halfstep.ownership import machine_id
+from halfstep.ownership import boot_and_container_id
 from halfstep.recipe.changes import RECIPE
 from halfstep.status_files import ENDED, RUNNING, StatusFile, rank_of_file, read_status, status_file
 from halfstep.train.microbatches import largest_divisor
@@ -208,7 +208,7 @@ class RankStatus:
         self._last = StatusFile(
             pid=os.getpid(),
             host=socket.gethostname(),
-            machine=machine_id(),
+            machine=boot_and_container_id(),
             job=job_id(),
             rank=self.rank,
             since=_now(),

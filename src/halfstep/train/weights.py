@@ -120,7 +120,7 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> LoadRep
             allowed=f"weights of this model: {len(own)} tensors",
             do="check model.name and its options against those of the file",
         )
-    _all_sound(path, fitting, own)
+    _check_values(path, fitting, own)
     with torch.no_grad():
         for name, tensor in fitting.items():
             own[name].copy_(tensor)
@@ -133,7 +133,7 @@ def finite(model: nn.Module, infinite: Collection[str] | None = None) -> bool:
     Every rank calls it for a sharded model, and all get the same answer.
     """
     sound = all(
-        _sound(
+        _has_valid_values(
             distributed.local(tensor),
             isinstance(tensor, nn.Parameter) or (infinite is not None and name not in infinite),
         )
@@ -146,7 +146,7 @@ def finite(model: nn.Module, infinite: Collection[str] | None = None) -> bool:
 
 def infinite_buffers(model: nn.Module) -> frozenset[str]:
     """Return the buffers of a newly built model that hold infinities on purpose, such as a causal mask."""
-    return frozenset(name for name, buffer in model.named_buffers() if not _sound(buffer, is_finite=True))
+    return frozenset(name for name, buffer in model.named_buffers() if not _has_valid_values(buffer, is_finite=True))
 
 
 def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
@@ -237,15 +237,17 @@ def _compared(
     return LoadReport(path, len(fitting), tuple(missing), tuple(unexpected), tuple(shapes))
 
 
-def _sound(tensor: Tensor, is_finite: bool) -> bool:
+def _has_valid_values(tensor: Tensor, is_finite: bool) -> bool:
     """Return whether a tensor is finite, or free of NaN where infinities are allowed, as in a causal mask."""
     good = torch.isfinite(tensor) if is_finite else ~torch.isnan(tensor)
     return bool(good.all())
 
 
-def _all_sound(path: Path, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    infinite = {name for name in tensors if not isinstance(own[name], nn.Parameter) and not _sound(own[name], True)}
-    bad = [name for name, tensor in tensors.items() if not _sound(tensor, name not in infinite)]
+def _check_values(path: Path, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    infinite = {
+        name for name in tensors if not isinstance(own[name], nn.Parameter) and not _has_valid_values(own[name], True)
+    }
+    bad = [name for name, tensor in tensors.items() if not _has_valid_values(tensor, name not in infinite)]
     if bad:
         raise BadData(
             f"{path} has numbers that are not finite, in {len(bad)} tensors, first in {bad[0]}",

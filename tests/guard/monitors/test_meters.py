@@ -420,7 +420,7 @@ def test_a_full_slate_refuses() -> None:
     for _ in range(PLACES):
         scalars.note(torch.ones(()))
     with pytest.raises(IndexError):
-        scalars.place()
+        scalars.reserve_slot()
 
 
 def test_the_largest_sample_fits_the_slate() -> None:

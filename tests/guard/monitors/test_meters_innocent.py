@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep import DynamicScale, Stepper, island
 from halfstep.finding import Finding
-from halfstep.guard.monitors.monitors import SELDOM, USUAL, Meters, seldom_enough
+from halfstep.guard.monitors.monitors import SELDOM, USUAL, Meters, sampling_interval
 from halfstep.guard.monitors.trends import _attempts_left, steps_left
 from halfstep.step.loss import StaticScale
 
@@ -213,11 +213,11 @@ def test_islands_and_parts_that_come_later_are_followed() -> None:
 
 
 def test_samples_that_take_long_are_taken_seldom() -> None:
-    assert seldom_enough(0.0, 1.0) == seldom_enough(0.5, 1.0) == USUAL
-    assert seldom_enough(0.51, 1.0) == seldom_enough(1.0, 1.0) == 2 * USUAL
-    assert seldom_enough(1e9, 1.0) == seldom_enough(1.0, 0.0) == SELDOM * USUAL
+    assert sampling_interval(0.0, 1.0) == sampling_interval(0.5, 1.0) == USUAL
+    assert sampling_interval(0.51, 1.0) == sampling_interval(1.0, 1.0) == 2 * USUAL
+    assert sampling_interval(1e9, 1.0) == sampling_interval(1.0, 0.0) == SELDOM * USUAL
     for sample in (0.2, 0.7, 3.0, 9.9):
-        assert sample / seldom_enough(sample, 1.0) <= 0.01
+        assert sample / sampling_interval(sample, 1.0) <= 0.01
 
 
 def test_a_rhythm_that_was_asked_for_is_kept() -> None:

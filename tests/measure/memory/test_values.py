@@ -32,7 +32,7 @@ def batch_of(labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return torch.randn(64, 32), torch.arange(64) % 10 if labels is None else labels
 
 
-def labelled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def labeled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Drop what has no label, as losses on padded words do."""
     rows = batch[1] >= 0
     return F.cross_entropy(model(batch[0][rows]), batch[1][rows])
@@ -41,10 +41,10 @@ def labelled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def test_numbers_of_the_batch_are_followed_and_nothing_is_assumed() -> None:
     labels = torch.arange(64) % 10
     labels[10:] = -1
-    found, whole = (estimate(layers(), labelled, batch_of(given), precision="fp32") for given in (labels, None))
+    found, whole = (estimate(layers(), labeled, batch_of(given), precision="fp32") for given in (labels, None))
     assert not found.assumptions
     assert found.by_format["fp32"] < 0.5 * whole.by_format["fp32"]
-    assert found.peak == pytest.approx(real_peak(lambda: (layers(), labelled, batch_of(labels))), rel=0.01)
+    assert found.peak == pytest.approx(real_peak(lambda: (layers(), labeled, batch_of(labels))), rel=0.01)
 
 
 def test_a_loss_that_logs_has_the_memory_of_the_same_loss_without() -> None:
@@ -165,7 +165,7 @@ def test_the_user_s_tensors_and_random_numbers_stay_as_they_are() -> None:
     def counts(model: nn.Module, batch: Any) -> Tensor:
         model.seen.add_(1)
         assert int(model.seen) > 0
-        return labelled(model, batch) * torch.randint(1, 2, (1,)).item()
+        return labeled(model, batch) * torch.randint(1, 2, (1,)).item()
 
     before = torch.get_rng_state()
     assert not estimate(model, counts, batch, precision="fp32").assumptions
@@ -234,7 +234,7 @@ def test_the_estimate_is_that_of_a_real_run(kind: type[nn.Module], shape: tuple[
 def test_a_compiled_model_is_not_verified() -> None:
     model = layers()
     model.compile(backend="eager")
-    found = estimate(model, labelled, batch_of(), precision="fp32")
+    found = estimate(model, labeled, batch_of(), precision="fp32")
     assert not found.verified
     assert any("without compilation" in note for note in found.notes)
 

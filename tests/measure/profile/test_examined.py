@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep import island
 from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import case_of
-from halfstep.measure.profile.examined import Examined, first_steps, fp32_means
+from halfstep.measure.profile.examined import Examined, fp32_means, warm_up
 from halfstep.measure.profile.operations import (
     TINY,
     ProfilerEvent,
@@ -311,13 +311,13 @@ def test_compilations_are_counted_step_by_step() -> None:
         calls += 1
         compiled(torch.ones(2, 4), calls)
 
-    found = first_steps(always, Stopwatch(CPU), seconds=60)
+    found = warm_up(always, Stopwatch(CPU), seconds=60)
     assert len(found.compiled) >= 4
     assert all(found.compiled[1:5])
     assert "number" in found.reason
     assert all(spent <= took for spent, took in zip(found.compiling, found.seconds, strict=True))
     torch._dynamo.reset()
-    once = first_steps(lambda: compiled(torch.ones(2, 4), 3), Stopwatch(CPU), seconds=60)
+    once = warm_up(lambda: compiled(torch.ones(2, 4), 3), Stopwatch(CPU), seconds=60)
     assert once.compiled[0] > 0
     assert not any(once.compiled[1:])
     torch._dynamo.reset()

@@ -183,7 +183,7 @@ def _described(path: str, image: Image.Image, as_mask: bool) -> FileFacts:
     size, stored, frames = image.size, str(image.mode), int(getattr(image, "n_frames", 1))
     if size[0] * size[1] > MOST_PIXELS:
         return FileFacts(path, HUGE, str(image.format), stored, size)
-    bits = _bits(image)
+    bits = _bits_per_channel(image)
     # Image.open reads the header only: damage further on shows when the pixels are decoded.
     image.load()
     counts = counts_in(image) if as_mask else None
@@ -192,7 +192,7 @@ def _described(path: str, image: Image.Image, as_mask: bool) -> FileFacts:
     return FileFacts(path, "", str(image.format), stored, size, orientation(image), frames, bits, digest, counts)
 
 
-def _bits(image: Image.Image) -> int:
+def _bits_per_channel(image: Image.Image) -> int:
     """Return the bits per channel in the file, which may be more than Pillow keeps."""
     if image.mode.startswith("I;16"):
         return 16
@@ -265,7 +265,7 @@ def look_at(layout: Layout, on_progress: OnProgress, classes: int | None = None)
     looks = {one.path: one for one in look_at_all(files, on_progress)}
     samples = [SampleFacts(s.name, looks[image], looks.get(mask), _label(s, image)) for s, image, mask in wanted]
     if layout.val is None:
-        samples = _shared(samples, splits[0].part.folder)
+        samples = _assign_splits(samples, splits[0].part.folder)
     reading = None
     if layout.task == SEGMENTATION:
         masks = [s.mask.mask for s in samples if s.mask is not None and s.mask.mask is not None]
@@ -321,7 +321,7 @@ def _label(split: Split, image: str) -> str:
     return "" if split.part.masks is not None else os.path.relpath(image, split.part.folder).split(os.sep)[0]
 
 
-def _shared(samples: list[SampleFacts], folder: Path) -> list[SampleFacts]:
+def _assign_splits(samples: list[SampleFacts], folder: Path) -> list[SampleFacts]:
     """Assign each sample to training or validation by its name, where there is no validation folder."""
     # The default share and the rule of a new run, so that copies across the two sides are found.
     open_ = [number for number, sample in enumerate(samples) if sample.split in (ALL, "train")]

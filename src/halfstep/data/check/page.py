@@ -87,7 +87,7 @@ class DataReport(ShownAsPage, JsonResult):
         what = {"segmentation": "photographs with masks", "classification": "a folder for each class"}[self.task]
         blocks: list[Block] = [Paragraph(Span(f"{in_line(self.folder)}: {what}", strong=True)), _facts(self)]
         if self.classes:
-            blocks.append(_classes(self.classes))
+            blocks.append(_class_table(self.classes))
         blocks += findings_of(self.findings, self.folder)
         blocks.append(Paragraph(verdict(self.findings), gap=True))
         return Page(f"data in {self.folder}", tuple(blocks))
@@ -108,7 +108,7 @@ def _facts(report: DataReport) -> Pairs:
     return Pairs(tuple(rows))
 
 
-def _classes(classes: Sequence[ClassShare]) -> Table:
+def _class_table(classes: Sequence[ClassShare]) -> Table:
     most = max((_amount(one) for one in classes), default=0) or 1
     rows: list[tuple[Text, ...]] = []
     for one in classes[:MOST_CLASSES]:

@@ -165,7 +165,7 @@ def check(layout: Layout, on_progress: OnProgress = lambda done, of: None, class
         readable=len(found.good),
         images=_images(found),
         masks={"read_as": found.reading.words, **found.reading.settings()} if found.reading else None,
-        classes=tuple(_classes(found)),
+        classes=tuple(_class_shares(found)),
         findings=tuple(faults),
     )
 
@@ -178,7 +178,7 @@ def _images(found: SetLooked) -> ImageFacts | None:
     return ImageFacts(median=sizes[len(sizes) // 2], smallest=sizes[0], largest=sizes[-1], kinds=kinds)
 
 
-def _classes(found: SetLooked) -> list[ClassShare]:
+def _class_shares(found: SetLooked) -> list[ClassShare]:
     if found.reading is None:
         every = Counter(sample.label for sample in found.samples)
         return [ClassShare(name, count) for name, count in sorted(every.items())]

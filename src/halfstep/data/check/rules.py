@@ -132,10 +132,10 @@ def mask_trouble(look: FileFacts, reading: MaskReading) -> str:
     mask = look.mask
     if mask is None or not reading.strange(mask):
         return ""
-    soft_edges = not mask.in_colour and {0, 255} <= set(mask.pixels) and len(mask.pixels) > 4
+    soft_edges = not mask.in_color and {0, 255} <= set(mask.pixels) and len(mask.pixels) > 4
     if look.format == "JPEG" or mask.form == "shades" or soft_edges:
         return "blurred"
-    return "coloured" if mask.in_colour and reading.palette is None else "strange"
+    return "coloured" if mask.in_color and reading.palette is None else "strange"
 
 
 def masks_with(trouble: str) -> Find:
@@ -203,7 +203,7 @@ def _masks(found: SetLooked) -> Iterator[tuple[FileFacts, MaskCounts]]:
             yield sample.mask, sample.mask.mask
 
 
-def _labels(found: SetLooked, split: str | None = None) -> Counter[str]:
+def _count_labels(found: SetLooked, split: str | None = None) -> Counter[str]:
     if found.layout.task != CLASSIFICATION:
         return Counter()
     return Counter(sample.label for sample in found.samples if split in (None, sample.split))
@@ -214,32 +214,32 @@ def only_class(found: SetLooked) -> list[str]:
     if found.reading is not None:
         pixels, _ = pixels_of_classes(found)
         return [f"class {number}" for number in pixels] if len(pixels) == 1 else []
-    labels = _labels(found)
+    labels = _count_labels(found)
     return list(labels) if len(labels) == 1 else []
 
 
 def single_images(found: SetLooked) -> list[str]:
     """Return classes with a single image."""
-    return sorted(label for label, count in _labels(found).items() if count == 1)
+    return sorted(label for label, count in _count_labels(found).items() if count == 1)
 
 
 def unknown_classes(found: SetLooked) -> list[str]:
     """Return classes of the validation folder that the training folder lacks."""
     if found.layout.val is None:
         return []
-    return sorted(set(_labels(found, found.layout.val)) - set(_labels(found, "train")))
+    return sorted(set(_count_labels(found, found.layout.val)) - set(_count_labels(found, "train")))
 
 
 def unjudged_classes(found: SetLooked) -> list[str]:
     """Return classes without a validation image."""
-    every, judged = _labels(found), _labels(found, found.layout.val or "val")
+    every, judged = _count_labels(found), _count_labels(found, found.layout.val or "val")
     # A class with a single image is reported by `single_images`.
-    return sorted(label for label in _labels(found, "train") if label not in judged and every[label] > 1)
+    return sorted(label for label in _count_labels(found, "train") if label not in judged and every[label] > 1)
 
 
 def lopsided_classes(found: SetLooked) -> list[str]:
     """Return classes with far fewer images than the largest."""
-    train = _labels(found, "train")
+    train = _count_labels(found, "train")
     most = max(train.values(), default=0)
     return [f"{label}: {count:,} of {most:,}" for label, count in train.items() if most > LOPSIDED * count]
 

@@ -55,7 +55,7 @@ class RemoteFile:
             return path  # it was verified before it got this name
         digest, done = hashlib.sha256(), 0
         with partial.open("wb") as file:
-            for block in self._blocks():
+            for block in self._download_blocks():
                 done += len(block)
                 if done > self.size:
                     break
@@ -74,7 +74,7 @@ class RemoteFile:
             )
         return partial.rename(path)
 
-    def _blocks(self) -> Iterator[bytes]:
+    def _download_blocks(self) -> Iterator[bytes]:
         try:
             with urllib.request.urlopen(self.url, timeout=SECONDS) as answer:
                 while block := answer.read(BLOCK):

@@ -152,8 +152,8 @@ class MovingSprites(Drawn):
             high, wide = stamp.shape
             for frame, (top, left) in zip(mask, self._path(draw, high, wide), strict=True):
                 frame[top : top + high, left : left + wide][stamp] = number
-        colours = _colours(draw, count)
-        image = np.where(mask[..., None] > 0, colours[mask], _background(draw, self.size))
+        colors = _colors(draw, count)
+        image = np.where(mask[..., None] > 0, colors[mask], _background(draw, self.size))
         return {"image": torch.from_numpy(image).permute(0, 3, 1, 2).contiguous(), "mask": torch.from_numpy(mask)}
 
     def files_of(self, index: int) -> Files:
@@ -178,7 +178,7 @@ def trimmed(inside: Array) -> Array:
     return inside[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 
 
-def _colours(draw: np.random.Generator, count: int) -> Array:
+def _colors(draw: np.random.Generator, count: int) -> Array:
     """Return bright colors with evenly spread hues; the first is unused."""
     # At most a quarter of the spacing, so that two hues never meet.
     first, near = draw.uniform(), draw.uniform(-0.25, 0.25, count)

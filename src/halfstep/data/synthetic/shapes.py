@@ -33,7 +33,7 @@ KINDS: dict[str, Inside] = {
     "frame": lambda x, y: abs(np.maximum(abs(x), abs(y)) - 0.65) < 0.18,
 }
 _MASKED = list(KINDS)
-_LABELLED = ["circle", "cross", "triangle", "frame", "bar", "star", "bowl", "diamond", "square", "ring"]
+_LABELED = ["circle", "cross", "triangle", "frame", "bar", "star", "bowl", "diamond", "square", "ring"]
 """The most distinct ones come first: a small set should be learned in a minute."""
 _TURN = 0.35
 """The largest rotation in radians, so that a diamond is not a square."""
@@ -83,7 +83,7 @@ class ShapeLabels(Drawn):
     def __init__(self, samples: int, size: int = 64, classes: int = 4, channels: int = 3, seed: int = 0) -> None:
         _allowed(samples, size, channels, classes, len(KINDS))
         self.samples, self.size, self.channels, self.seed = samples, size, channels, seed
-        self.classes = _LABELLED[:classes]
+        self.classes = _LABELED[:classes]
 
     def read(self, index: int) -> Sample:
         """Draw an image and its label."""

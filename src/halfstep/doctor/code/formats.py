@@ -57,7 +57,7 @@ def module_format(script: Script, node: ast.AST, deep: int = _DEEPEST) -> Named 
         return module_format(script, node.func.value, deep - 1)
     if script.is_one_of(node.func, _COPIES) and node.args:
         return module_format(script, node.args[0], deep - 1)
-    return _loaded(script, node) or _returned(script, node, deep)
+    return _loaded(script, node) or _returned_format(script, node, deep)
 
 
 def _loaded(script: Script, call: ast.Call) -> Named | None:
@@ -68,7 +68,7 @@ def _loaded(script: Script, call: ast.Call) -> Named | None:
     return found if found != "fp32" else None
 
 
-def _returned(script: Script, call: ast.Call, deep: int) -> Named | None:
+def _returned_format(script: Script, call: ast.Call, deep: int) -> Named | None:
     """Return the format of what a function of this file returns, where it returns in one place."""
     function = function_named(script, call.func)
     if function is None:

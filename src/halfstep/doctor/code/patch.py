@@ -18,18 +18,18 @@ class Patch:
         self._above: dict[int, list[str]] = {}
         self._below: dict[int, list[str]] = {}
         self._changed: dict[int, str | None] = {}
-        self._spoilt = False
+        self._spoiled = False
 
     def edits(self) -> tuple[Edit, ...]:
         """Return the edits by line; none where one of the changes cannot be made safely."""
-        if self._spoilt:
+        if self._spoiled:
             return ()
         numbers = sorted({*self._above, *self._below, *self._changed})
         return tuple(edit for number in numbers if (edit := self._edit(number)).before != edit.after)
 
     def spoil(self) -> None:
         """Give up: a person has to make this change."""
-        self._spoilt = True
+        self._spoiled = True
 
     def insert_before(self, statement: ast.stmt, *new: str) -> None:
         """Put lines before a statement, with its indentation."""
@@ -60,7 +60,7 @@ class Patch:
         for number in self._numbers(statement):
             self._changed[number] = None
 
-    def shift(self, statement: ast.stmt, indent: str) -> None:
+    def reindent(self, statement: ast.stmt, indent: str) -> None:
         """Give a statement, with all that is in it, another indentation."""
         self._demand(self._has_own_lines(statement) and not _has_long_text(statement))
         old = self._indent(statement)
@@ -89,7 +89,7 @@ class Patch:
         return line or ""
 
     def _demand(self, holds: bool) -> None:
-        self._spoilt = self._spoilt or not holds
+        self._spoiled = self._spoiled or not holds
 
     def _indent(self, statement: ast.stmt) -> str:
         line = self._lines[statement.lineno - 1]

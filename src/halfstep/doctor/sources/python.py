@@ -110,7 +110,7 @@ def from_python(place: str, text: str) -> SettingSource:
         reader = _CALLS.get(last) or (_training_arguments if _ARGUMENT_CLASSES.fullmatch(last) else None)
         if reader:
             reader(found, call, found.script.names(call.func))
-        _numbers(found, call, last)
+        _collect_rates_and_clipping(found, call, last)
     for opened in found.facts.autocasts.on:
         # One in fp32 is an island, and `accelerator.autocast()` follows the precision of its library.
         if opened.format != "fp32" and "accelerator" not in (path_of(opened.call.func) or "").lower():
@@ -288,7 +288,7 @@ _CALLS: dict[str, Callable[[Found, ast.Call, frozenset[str]], None]] = {
 }
 
 
-def _numbers(found: Found, call: ast.Call, last: str) -> None:
+def _collect_rates_and_clipping(found: Found, call: ast.Call, last: str) -> None:
     clips = last in ("clip_grad_norm_", "clip_grad_norm")
     for keyword in call.keywords:
         if keyword.arg not in LEARNING_RATE | CLIPPING or (keyword.arg == "max_norm" and not clips):

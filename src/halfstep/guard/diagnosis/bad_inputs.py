@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from halfstep import distributed
-from halfstep.formats import widest
+from halfstep.formats import widest_dtype
 from halfstep.guard.diagnosis.trials import TrialOutcome
 from halfstep.guard.verdict import ProposedRemedy
 from halfstep.numbers import number
@@ -127,7 +127,7 @@ def far_from_one(microbatches: Sequence[Any], limit: float) -> list[Spot]:
     return _shared([spot for _, spot in sorted(found, key=lambda pair: -pair[0])])
 
 
-def normalised(attempt: StepInputs, spot: Spot) -> StepInputs:
+def normalized(attempt: StepInputs, spot: Spot) -> StepInputs:
     """Return the same step with the tensor at this place divided by its root mean square."""
 
     def ordinary(microbatch: Any) -> Any:
@@ -140,7 +140,7 @@ def normalised(attempt: StepInputs, spot: Spot) -> StepInputs:
 
 
 def _by_spread(leaf: Tensor) -> Tensor:
-    wide = leaf.detach().to(widest(leaf.device))
+    wide = leaf.detach().to(widest_dtype(leaf.device))
     size = wide.square().mean().sqrt()
     return (wide / size if float(size) > 0 else wide).to(leaf.dtype)
 

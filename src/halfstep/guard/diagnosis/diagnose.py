@@ -103,7 +103,7 @@ _NO_PAST = bad_inputs.Past()
 _WRITTEN = "written"
 _OTHER_LOSS = ProposedRemedy("fix_code", explain.OTHER_LOSS, None)
 _CLONE_FIRST = ProposedRemedy("fix_code", explain.CLONE_FIRST, None)
-_NORMALISE = ProposedRemedy("fix_code", "normalize this batch like the others", None)
+_NORMALIZE = ProposedRemedy("fix_code", "normalize this batch like the others", None)
 _SKIP = ProposedRemedy("skip", "skip this batch", None)
 _SLOWER = ProposedRemedy("lower_rate", "lower the learning rate", None)
 
@@ -350,9 +350,9 @@ class _Case:
         if far is not None and self._finite_in(bad_inputs.without(self.attempt, far)):
             return Verdict(DATA, explain.reaches(far, as_it_was), culprit, (explain.FINITE_WITHOUT,), (_SKIP,))
         for found in bad_inputs.far_from_one(microbatches, bad_inputs.UNUSUAL if self._applied else bad_inputs.ABSURD):
-            if self._finite_in(bad_inputs.normalised(self.attempt, found)):
+            if self._finite_in(bad_inputs.normalized(self.attempt, found)):
                 sentence = explain.reaches(found, as_it_was)
-                return Verdict(DATA, sentence, culprit, (explain.FINITE_NORMALISED,), (_NORMALISE, _SKIP))
+                return Verdict(DATA, sentence, culprit, (explain.FINITE_NORMALIZED,), (_NORMALIZE, _SKIP))
         return None
 
     def _finite_in(self, attempt: StepInputs) -> bool:

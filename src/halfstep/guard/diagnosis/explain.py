@@ -32,7 +32,7 @@ OWN_GENERATOR = (
     "Guardian.step() keeps it"
 )
 OTHER_LOSS = "give a loss function that can be called twice with the same batch: again=..., and no iterator as a batch"
-FINITE_NORMALISED = "divided by its own spread, the step is finite"
+FINITE_NORMALIZED = "divided by its own spread, the step is finite"
 NO_SIGN = "no sign of divergence: neither the losses nor the weights have grown"
 FINITE_WITHOUT = "with another sample in its place the step is finite"
 

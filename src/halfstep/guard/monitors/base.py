@@ -47,8 +47,8 @@ class AsyncScalars:
         self._row.zero_()
         self._used = 0
 
-    def place(self) -> tuple[int, Tensor]:
-        """Return the next free place, and the number there as a tensor to write into."""
+    def reserve_slot(self) -> tuple[int, Tensor]:
+        """Reserve the next free place; return its index, and the number there as a tensor to write into."""
         if self._used == PLACES:
             raise IndexError(f"more than {PLACES} numbers in one sample")
         self._used += 1
@@ -56,7 +56,7 @@ class AsyncScalars:
 
     def note(self, number: Tensor) -> int:
         """Write a number that is on the device, and return its place."""
-        index, place = self.place()
+        index, place = self.reserve_slot()
         place.copy_(number)
         return index
 

@@ -45,8 +45,8 @@ class Headroom(Monitor):
             return
         format = sample.stepper.precision.computes
         for path, module in taking_turns(sample.members.metered, sample.turn, AT_ONCE):
-            high, highest = sample.scalars.place()
-            low, lowest = sample.scalars.place()
+            high, highest = sample.scalars.reserve_slot()
+            low, lowest = sample.scalars.reserve_slot()
             self._places[path] = high, low
             look = ExtremaHook(module, format, highest, lowest)
             self._looks.append((look, module.register_forward_hook(look)))

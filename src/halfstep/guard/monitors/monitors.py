@@ -62,10 +62,10 @@ class SampleInterval:
         # The first sample is not counted: it loads what later ones find loaded.
         self._samples += 1
         if self._ended is not None and self._samples > 1:
-            self.every = seldom_enough(self._spent, perf_counter() - self._ended)
+            self.every = sampling_interval(self._spent, perf_counter() - self._ended)
 
 
-def seldom_enough(sample: float, step: float) -> int:
+def sampling_interval(sample: float, step: float) -> int:
     """Return the interval for the times of a sample and a step, as a multiple of the usual one."""
     times = math.ceil(LEAST_STEPS * sample / step / USUAL) if step > 0 else SELDOM
     return USUAL * min(max(times, 1), SELDOM)

@@ -83,22 +83,22 @@ class Works:
         """Count the tensors saved in this scope for the module that `running` names."""
 
         def pack(tensor: Tensor) -> Any:
-            if tensor.layout is torch.strided and self._is_new(tensor):
-                self.by_module[running()].saved[name_of(tensor.dtype)] += tensor.untyped_storage().nbytes()
+            if tensor.layout is torch.strided:
+                self._count_once(tensor, running)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
 
-    def _is_new(self, tensor: Tensor) -> bool:
-        """Return whether the storage is neither a weight (saved perhaps as a view) nor counted already."""
+    def _count_once(self, tensor: Tensor, running: Callable[[], str]) -> None:
+        """Count the storage of a saved tensor, unless it is a weight (saved perhaps as a view) or counted already."""
         reference = StorageWeakRef(tensor.untyped_storage())
         # A weak reference, because the address of a freed storage may be reused by a new one.
         known = self._kept.get(reference.cdata)
         if reference.cdata in self._weights or (known is not None and not known.expired()):
-            return False
+            return
         self._kept[reference.cdata] = reference
-        return True
+        self.by_module[running()].saved[name_of(tensor.dtype)] += tensor.untyped_storage().nbytes()
 
 
 def _casts(operation: Operation) -> bool:
@@ -184,11 +184,11 @@ def _step(
             loss = one_loss(given)
             (loss * scale).backward()
     except Exception as error:
-        return listeners.watched(stopped=_explained(error, listeners.lint), scale=scale)
+        return listeners.watched(stopped=_explain_or_raise(error, listeners.lint), scale=scale)
     return listeners.watched(loss=loss.item(), gradients=gradients_of(model, device, scale), scale=scale)
 
 
-def _explained(error: Exception, lint: Lint) -> str:
+def _explain_or_raise(error: Exception, lint: Lint) -> str:
     """Return the error as one line if a finding explains it; otherwise raise it as the user's error."""
     if any(one.finding.severity == "error" for one in lint.spotted()):
         return str(error) if isinstance(error, WrongUse) else error_and_line(error)

@@ -138,10 +138,10 @@ def columns(metric: BenchMetric, price_per_hour: float | None, *, configs: bool 
         **main_columns(metric, configs=configs),
         kind(metric).capitalize(): _accuracy,
         "Samples/s": lambda row, base: _samples(row),
-        "Skipped": lambda row, base: skips(row),
-        "Time to fp32's loss": lambda row, base: reach(row),
+        "Skipped": lambda row, base: format_skips(row),
+        "Time to fp32's loss": lambda row, base: format_time_to_loss(row),
         "Whole run's peak": lambda row, base: NOT_MEASURED if row.peak_bytes is None else numbers.size(row.peak_bytes),
-        "Energy per epoch": lambda row, base: energy(row),
+        "Energy per epoch": lambda row, base: format_energy(row),
         **({} if price_per_hour is None else {"Cost of training": lambda row, base: _cost(row, price_per_hour)}),
     }
 
@@ -209,12 +209,12 @@ def _samples(row: BenchRow) -> str:
     return f"{numbers.speed(found.mean)}{around}"
 
 
-def skips(row: BenchRow) -> str:
+def format_skips(row: BenchRow) -> str:
     """Return the skipped updates by reason as text."""
     return ", ".join(f"{count} {reason}" for reason, count in row.skipped.items()) or ("none" if row.runs else NONE)
 
 
-def reach(row: BenchRow) -> str:
+def format_time_to_loss(row: BenchRow) -> str:
     """Return the time to fp32's final loss as text."""
     found = row.time_to_loss
     if found is None:
@@ -225,7 +225,7 @@ def reach(row: BenchRow) -> str:
     return f"{numbers.duration(found.seconds)}{some}"
 
 
-def energy(row: BenchRow) -> str:
+def format_energy(row: BenchRow) -> str:
     """Return the energy per epoch as text."""
     return NOT_MEASURED if row.joules_per_epoch is None else f"{row.joules_per_epoch.mean / 3600:.3g} Wh"
 

@@ -305,7 +305,7 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
                 candidate.step()
                 since = candidate.timeline.now
                 candidate.step()
-            beside = _beside(candidate, case)
+            beside = _memory_outside_update(candidate, case)
     for path, module in case.model.named_modules():
         if isinstance(module, nn.LSTM):  # described by formulas that are up to 3 % off in bf16
             candidate.timeline.not_covered.setdefault("lstm", path)
@@ -362,7 +362,7 @@ def _could_be_verified(setting: StepSetting, precision: Precision, device: torch
     return device.type == "cpu" and plain and precision.name in _VERIFIED
 
 
-def _beside(candidate: FakeCandidate, case: Case) -> dict[str, int]:
+def _memory_outside_update(candidate: FakeCandidate, case: Case) -> dict[str, int]:
     """Return the run's memory outside of the update: an average, copies of buffers for rollback, other batches."""
     model = candidate.model
     average = [*model.parameters(), *model.buffers()] if case.average else []

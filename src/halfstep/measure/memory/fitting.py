@@ -108,7 +108,7 @@ def largest_batch(
         low, high = search.least(), low
         if search.over(low):
             return search.fit(0, low)
-    while high - low > 1 and not search.near(low):
+    while high - low > 1 and not search.is_near_limit(low):
         middle = search.proposed(low, high)
         low, high = (low, middle) if search.over(middle) else (middle, high)
     return search.fit(low, low)
@@ -155,7 +155,7 @@ class _Search:
             return 2
         return 1
 
-    def near(self, low: int) -> bool:
+    def is_near_limit(self, low: int) -> bool:
         """Return whether the limit is expected so close to a batch that fits that another ledger is not worthwhile."""
         if not self.tolerance or len(self.ledgers) == 1:
             return False

@@ -138,11 +138,11 @@ def _parts(columns: Sequence[Ledger]) -> Table:
 
 def _activations(columns: Sequence[Ledger]) -> Table:
     by_format, by_module = [column.by_format for column in columns], [column.by_module for column in columns]
-    rows = [*_largest(by_format), (), *_largest(by_module)[:_MODULES]]
+    rows = [*_rows_by_size(by_format), (), *_rows_by_size(by_module)[:_MODULES]]
     return number_table("", [column.setting.precision for column in columns], rows)
 
 
-def _largest(columns: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
+def _rows_by_size(columns: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
     """Return a row for each name that is non-zero in any column, largest first."""
     most = {name: max(column.get(name, 0) for column in columns) for column in columns for name in column}
     names = sorted((name for name, size in most.items() if size), key=lambda name: -most[name])

@@ -267,7 +267,7 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
     "_softmax _safe_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data"
 )
-_NORMALISATIONS = (
+_NORMALIZATIONS = (
     "native_batch_norm native_batch_norm_backward native_group_norm native_group_norm_backward "
     "native_layer_norm native_layer_norm_backward"
 )
@@ -292,7 +292,7 @@ _COPIES = (
     "randn_like scalar_tensor lift_fresh constant_pad_nd detach _local_scalar_dense"
 )
 _HELD = frozenset(
-    " ".join((_PRODUCTS, _ATTENTION, _NORMALISATIONS, _POOLING, _LOSSES, _ONE_BY_ONE, _SUMS, _COPIES)).split()
+    " ".join((_PRODUCTS, _ATTENTION, _NORMALIZATIONS, _POOLING, _LOSSES, _ONE_BY_ONE, _SUMS, _COPIES)).split()
 )
 _IMAGES = 4
 """Dimensions of images and their kernels."""

@@ -57,7 +57,7 @@ class Compilations:
         return len(new), sum(record.duration_us or 0 for record in new) / 1e6, _short(reasons[-1]) if reasons else ""
 
 
-def first_steps(step: Callable[[], object], stopwatch: Stopwatch, seconds: float) -> Warming:
+def warm_up(step: Callable[[], object], stopwatch: Stopwatch, seconds: float) -> Warming:
     """Step until times agree and nothing is compiled any more, or until the time is up."""
     deadline = time.perf_counter() + seconds
     compilations = Compilations()
@@ -327,7 +327,7 @@ class Examined:
     def warming(self, seconds: float) -> ProfileFacts:
         """Time the first steps; report compilations, and why a step does not train."""
         reports: list[StepReport] = []
-        found = first_steps(lambda: reports.append(self.asked.step()), Stopwatch(self.device), seconds)
+        found = warm_up(lambda: reports.append(self.asked.step()), Stopwatch(self.device), seconds)
         while reports[-1].reason == GRADIENT_OVERFLOW and len(reports) < _LONGEST_FALL:
             reports.append(self.asked.step())  # the loss scale has to settle first
         compiles = self.case.setting.compile or any(found.compiled)

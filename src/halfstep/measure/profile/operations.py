@@ -124,7 +124,7 @@ def summed(events: Iterable[ProfilerEvent], lines: Sequence[tuple[int, str | Non
             continue
         part = UPDATE if updating else _part(operation[1], event.dtypes)
         parts[part] += own
-        by_name[f"{operation[1]} [{_format(event.dtypes)}]"] += own
+        by_name[f"{operation[1]} [{_operand_format(event.dtypes)}]"] += own
         other[operation[1]] += own if part == OTHER else 0
         convolutions += own if part == NARROW and _CONVOLUTION.search(operation[1]) else 0
     # Work on several streams or threads can add up to more than the wall time.
@@ -193,10 +193,10 @@ def _part(operation: str, dtypes: tuple[str, ...]) -> str:
         return COPIES
     if not _MATRIX.fullmatch(operation):
         return OTHER
-    return NARROW if _format(dtypes) in ("bf16", "fp16") else WIDE
+    return NARROW if _operand_format(dtypes) in ("bf16", "fp16") else WIDE
 
 
-def _format(dtypes: tuple[str, ...]) -> str:
+def _operand_format(dtypes: tuple[str, ...]) -> str:
     """Return the format of the second floating argument, an operand of every product; the first may be a bias."""
     floating = [_FORMATS[name] for name in dtypes if name in _FORMATS]
     return floating[min(1, len(floating) - 1)] if floating else "-"

@@ -25,7 +25,7 @@ from halfstep.numbers import size
 from halfstep.precision.names import AUTO as OWN_PRECISION
 from halfstep.status_line import OnProgress
 
-MODELLED = (
+MODELED = (
     "state and collectives are counted on a process group without peers; bytes in flight, bytes by link and seconds "
     "are a model, and none of it was measured on a cluster"
 )
@@ -85,7 +85,7 @@ def scale_report(
         reason=reason(rows, taken, target, options.sharding),
         layouts=tuple(rows),
         links=links,
-        notes=(*_notes(rows, links, target), *ledger.notes, MODELLED),
+        notes=(*_notes(rows, links, target), *ledger.notes, MODELED),
         interrupted=interrupted,
     )
 

@@ -35,7 +35,7 @@ class Eps:
             return None
         for scalar in seen.scalars():
             if scalar and not seen.rounded(scalar):
-                return _vanished(seen, scalar, self._by_whose_rules(seen))
+                return _vanished_eps_finding(seen, scalar, self._by_whose_rules(seen))
             bound = 1 - scalar if seen.packet is _aten.logit else scalar
             if seen.packet in (*_BOUNDS, _aten.logit) and abs(bound) < 1 == abs(seen.rounded(bound)):
                 return _is_one(seen, bound)
@@ -48,7 +48,7 @@ class Eps:
         return "; by the CPU's rules: CUDA's autocast takes norms in fp32"
 
 
-def _vanished(seen: NarrowOperation, scalar: float, by: str) -> Finding | None:
+def _vanished_eps_finding(seen: NarrowOperation, scalar: float, by: str) -> Finding | None:
     facts = torch.finfo(seen.result.dtype)
     return Finding(
         "eps-vanishes",

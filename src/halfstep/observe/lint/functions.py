@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from halfstep.finding import Finding
 from halfstep.formats import is_narrow, name_of
 from halfstep.observe.lint.calls import Emit
-from halfstep.user_code import is_own, shown
+from halfstep.user_code import is_user_file, shown
 
 ID = "function-mixes-formats"
 _MOST = 100_000
@@ -58,7 +58,7 @@ class OwnFunctions(TorchFunctionMode):
             function: Any = node._forward_cls  # type: ignore[attr-defined]
             # The user's code below any decorators; None if it is not Python.
             code = next(reversed(_codes(function.forward)), None)
-            if function in self._reported or code is None or not is_own(code.co_filename):
+            if function in self._reported or code is None or not is_user_file(code.co_filename):
                 continue
             # torchao rounds both sides to fp8 itself, whatever their formats.
             if function.__module__.startswith("torchao."):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.finding import Finding
-from halfstep.formats import FP32, Format, widest
+from halfstep.formats import FP32, Format, widest_dtype
 from halfstep.observe.lint.seen import NarrowOperation, number
 
 _aten = torch.ops.aten
@@ -42,7 +42,7 @@ def _is_a_list_of_places(given: Tensor) -> bool:
 
 
 def _rounded(given: Tensor, format: Format) -> Finding | None:
-    wide = given.detach().to(widest(given.device))
+    wide = given.detach().to(widest_dtype(given.device))
     largest = wide.max().item()
     counts = format.largest_exact_integer
     # Every large number in fp32 is an integer, and masks are negative.
@@ -66,7 +66,7 @@ def _rounded(given: Tensor, format: Format) -> Finding | None:
 
 def _counted(result: Tensor, format: Format) -> Finding | None:
     counts, length = format.largest_exact_integer, result.numel()
-    wide = result.detach().to(widest(result.device))
+    wide = result.detach().to(widest_dtype(result.device))
     distinct = wide.unique().numel()
     if distinct == length or wide.abs().max().item() < counts:
         return None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.finding import Finding
-from halfstep.formats import Format, format_of, is_narrow, widest
+from halfstep.formats import Format, format_of, is_narrow, widest_dtype
 from halfstep.observe.lint.seen import NarrowOperation
 
 PACKETS = (torch.ops.aten._to_copy,)
@@ -29,7 +29,7 @@ def stored(model: nn.Module) -> list[tuple[str, Finding]]:
         format = format_of(buffer.dtype)
         if format is None or not is_narrow(buffer.dtype) or buffer.numel() < _FEWEST:
             continue
-        wide = buffer.detach().to(widest(buffer.device)).flatten()
+        wide = buffer.detach().to(widest_dtype(buffer.device)).flatten()
         steps, counts = wide.diff(), format.largest_exact_integer
         whole = bool((wide == wide.round()).all()) and wide.max().item() >= counts
         if whole and bool((steps >= 0).all()) and bool((steps == 0).any()) and bool((steps > 0).any()):
@@ -48,7 +48,7 @@ def _in_order(buffer: Tensor) -> Tensor | None:
     """Return the values of a strictly monotonic buffer, or None."""
     if buffer.numel() < _FEWEST or max(buffer.shape) != buffer.numel():
         return None
-    line = buffer.detach().to(widest(buffer.device)).flatten()
+    line = buffer.detach().to(widest_dtype(buffer.device)).flatten()
     steps = line.diff()
     return line if bool((steps > 0).all() | (steps < 0).all()) else None
 

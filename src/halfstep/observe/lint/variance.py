@@ -85,15 +85,15 @@ class Differences:
         if known is not None and seen.packet in self._ends:
             return known[1] if self._is_a_root(seen) else None
         if seen.packet is _aten.sub and len(seen.inputs) == 2:
-            self._keep(seen, self._cancelled(seen))
+            self._remember_finding(seen, self._cancelled(seen))
         elif known is not None and len(seen.inputs) == 1:
-            self._keep(seen, known[1])
+            self._remember_finding(seen, known[1])
         return None
 
     def _is_a_root(self, seen: NarrowOperation) -> bool:
         return seen.packet is not _aten.pow or float(seen.operation.arguments[1]) in (0.5, -0.5, -1.0)
 
-    def _keep(self, seen: NarrowOperation, finding: Finding | None) -> None:
+    def _remember_finding(self, seen: NarrowOperation, finding: Finding | None) -> None:
         if finding is not None:
             reference = StorageWeakRef(seen.result.untyped_storage())
             self._known[reference.cdata] = reference, finding

@@ -12,7 +12,7 @@ from halfstep.measure.memory.estimate import ledger_of
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.precision import Precision
 from halfstep.selftest.part import Measured, PartContext, PartSkipped, require
-from halfstep.selftest.small import batch, classified, convolutional
+from halfstep.selftest.small import batch, classified, convolutional_model
 
 WITHIN = 1.25
 """The largest factor between the two. What a kernel takes inside itself is not predicted, and differs by device."""
@@ -29,7 +29,7 @@ def check(place: PartContext) -> Measured:
         raise PartSkipped(f"the allocator of {kind} keeps no peak")
     samples = _SAMPLES.get(kind, _MANY)
     host = torch.device("cpu")
-    case = case_of(convolutional(host, width=64), classified, batch(host, samples=samples, size=32))
+    case = case_of(convolutional_model(host, width=64), classified, batch(host, samples=samples, size=32))
     precisions = {precision.name: precision for precision in (place.native()[0], place.chosen())}
     pairs = {name: _pair(case, precision, place) for name, precision in precisions.items()}
     for name, (predicted, counted) in pairs.items():

@@ -9,7 +9,7 @@ from halfstep.errors import PrecisionNotObserved
 from halfstep.observe.precision_check import SHARE_REQUIRED
 from halfstep.precision.precision import Precision
 from halfstep.selftest.part import Measured, PartContext, PartFailed, require
-from halfstep.selftest.small import batch, classified, convolutional
+from halfstep.selftest.small import batch, classified, convolutional_model
 from halfstep.step.stepper import Stepper
 
 
@@ -28,7 +28,7 @@ class _WithoutAutocast(nn.Module):
 
 def check(place: PartContext) -> Measured:
     """Look at what every native precision of the device runs in."""
-    shares = {precision.name: _share(precision, place.device) for precision in place.native()}
+    shares = {precision.name: _measure_share(precision, place.device) for precision in place.native()}
     for precision in place.native():
         if precision.casts:
             _refused(precision, place.device)
@@ -36,8 +36,8 @@ def check(place: PartContext) -> Measured:
     return Measured(f"{words} of the work", {"shares": shares})
 
 
-def _share(precision: Precision, device: torch.device) -> float:
-    model = convolutional(device)
+def _measure_share(precision: Precision, device: torch.device) -> float:
+    model = convolutional_model(device)
     # Seen with nothing of halfstep's: the format in which a layer's output arrives.
     seen: set[torch.dtype] = set()
     next(model.children()).register_forward_hook(lambda _module, _inputs, output: seen.add(output.dtype))
@@ -54,7 +54,7 @@ def _share(precision: Precision, device: torch.device) -> float:
 
 
 def _refused(precision: Precision, device: torch.device) -> None:
-    model = _WithoutAutocast(convolutional(device), device)
+    model = _WithoutAutocast(convolutional_model(device), device)
     before = [p.detach().clone() for p in model.parameters()]
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision)
     try:

@@ -13,7 +13,7 @@ from halfstep import clock
 from halfstep.measure.timing import Stopwatch
 from halfstep.precision.precision import Precision
 from halfstep.selftest.part import Measured, PartContext, require
-from halfstep.selftest.small import Batch, batch, classified, convolutional
+from halfstep.selftest.small import Batch, batch, classified, convolutional_model
 from halfstep.step.stepper import Stepper
 
 MOST = 1.5
@@ -76,6 +76,6 @@ def _by_hand(device: torch.device, precision: Precision, data: Batch) -> Callabl
 
 
 def _trained(device: torch.device, precision: Precision) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = copy.deepcopy(convolutional(device, width=32))
+    model = copy.deepcopy(convolutional_model(device, width=32))
     precision.prepare(model, device)
     return model, torch.optim.AdamW(model.parameters(), 1e-4, fused=True)

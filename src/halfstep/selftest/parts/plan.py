@@ -7,7 +7,7 @@ import torch
 from halfstep.measure.plan.page import Plan
 from halfstep.measure.plan.plan import plan
 from halfstep.selftest.part import Measured, PartContext, require
-from halfstep.selftest.small import batch, classified, convolutional
+from halfstep.selftest.small import batch, classified, convolutional_model
 
 SECONDS = 12.0
 
@@ -15,7 +15,7 @@ SECONDS = 12.0
 def check(place: PartContext) -> Measured:
     """Plan for a small model, all settings in this process."""
     host = torch.device("cpu")
-    model, data = convolutional(host, width=32), batch(host, samples=16, size=32)
+    model, data = convolutional_model(host, width=32), batch(host, samples=16, size=32)
     found = plan(model, classified, data, seconds=SECONDS, device=place.described.place)
     require(not found.interrupted, "the plan was interrupted")
     _check(found, [precision.name for precision in place.native()])

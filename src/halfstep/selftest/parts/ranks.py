@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import RankFailed
 from halfstep.selftest.part import Measured, PartContext, PartSkipped, require
-from halfstep.selftest.small import Batch, batch, classified, convolutional
+from halfstep.selftest.small import Batch, batch, classified, convolutional_model
 from halfstep.step.report import LOSS_NOT_FINITE
 from halfstep.step.stepper import Stepper
 
@@ -73,7 +73,7 @@ def _world(device: torch.device) -> tuple[int, str]:
 def decisions(device: torch.device) -> dict[str, Any]:
     """Take the windows on this rank of a process group, and return how each ended, as plain data."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    model = convolutional(device)
+    model = convolutional_model(device)
     stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision="fp32")
     found: dict[str, Any] = {}
     for seed, window in enumerate(("clean", "nan", "again")):

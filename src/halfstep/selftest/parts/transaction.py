@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.precision.precision import Precision
 from halfstep.selftest.part import Measured, PartContext, PartFailed, require
-from halfstep.selftest.small import Batch, batch, classified, convolutional
+from halfstep.selftest.small import Batch, batch, classified, convolutional_model
 from halfstep.step.ema import Ema
 from halfstep.step.report import LOSS_NOT_FINITE
 from halfstep.step.stepper import Stepper
@@ -28,7 +28,7 @@ class _Trained:
     """A model in training, with everything that an update moves."""
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
-        self.device, self.model = device, convolutional(device)
+        self.device, self.model = device, convolutional_model(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
         self.average = Ema(self.model, 0.9)

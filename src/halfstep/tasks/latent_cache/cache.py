@@ -307,7 +307,7 @@ class ChunkEncoder:
         turns = max(distributed.all_gather_or_raise(lambda: -(-len(missing) // size)))
         if not turns:
             return
-        distributed.all_gather_or_raise(lambda: self._begin(missing))
+        distributed.all_gather_or_raise(lambda: self._check_disk_space(missing))
         mine, samples = missing[rank::size], len(self._numbers(missing))
         with closing(self.encoding.rows(self.source, self._numbers(mine))) as rows:
             for turn in range(turns):
@@ -315,7 +315,7 @@ class ChunkEncoder:
                 self.on_progress(samples * (turn + 1) // turns, samples)
                 _go_on(signals, self.chunks)
 
-    def _begin(self, missing: list[int]) -> None:
+    def _check_disk_space(self, missing: list[int]) -> None:
         """Raise `StorageFailed` before encoding where the disk has no room."""
         if not missing:
             return

@@ -23,7 +23,7 @@ class UNet(nn.Module):
         )
         self.bottom = _double(widths[-2], widths[-1])
         self.up = nn.ModuleList(Up(2 * across, across) for across in reversed(widths[:-1]))
-        self.apply(_initialise)
+        self.apply(_initialize)
         # Created after `apply`, to keep torch's default initialization: logits that start out equal take long to
         # separate.
         self.head = nn.Conv2d(width, out_channels, 1)
@@ -66,7 +66,7 @@ def _double(before: int, after: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         if module.bias is not None:

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from halfstep.errors import BadRecipe
 from halfstep.recipe.schema import MOST_DRAWN, Also, DataOptions, Fraction, LossOptions, ModelOptions, Recipe
 
-Colour = Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(min_length=3, max_length=3)]
+Color = Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(min_length=3, max_length=3)]
 
 
 class SegmentationModel(ModelOptions):
@@ -40,7 +40,7 @@ class SegmentationData(DataOptions):
     """Channels of an image."""
     ignore_index: Annotated[int, Field(ge=0, le=255)] | None = None
     """The value of mask pixels without a class, which the loss ignores."""
-    palette: list[Colour] | None = None
+    palette: list[Color] | None = None
     """The colors that stand for the classes, where masks are in color: red, green and blue for each class."""
     max_side: PositiveInt | None = None
     """Images whose longer side has more pixels are shrunk to it, with their masks; predictions have the full size."""

@@ -32,14 +32,14 @@ class Pixels:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def normalised(self, image: Tensor) -> Tensor:
+    def normalized(self, image: Tensor) -> Tensor:
         """Normalize an image with values in 0..1; integers are scaled to that range first."""
         return (scaled(image) - self._column(self.mean, image)) / self._column(self.std, image)
 
-    def shown(self, normalised: Tensor) -> Picture:
+    def shown(self, normalized: Tensor) -> Picture:
         """Return a picture (height × width × 3, uint8) from a normalized image."""
-        restored = normalised.detach().float() * self._column(self.std, normalised)
-        return as_picture(restored + self._column(self.mean, normalised))
+        restored = normalized.detach().float() * self._column(self.std, normalized)
+        return as_picture(restored + self._column(self.mean, normalized))
 
     def _column(self, values: Sequence[float], like: Tensor) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=like.device).view(-1, 1, 1)
@@ -55,9 +55,9 @@ def usual(channels: int) -> Pixels:
 def as_picture(image: Tensor) -> Picture:
     """Return channels × height × width as an RGB picture: the first three channels, or the first one as gray."""
     image = scaled(image).detach().float()
-    colours = image[:3] if len(image) >= 3 else image[:1].expand(3, -1, -1)
+    colors = image[:3] if len(image) >= 3 else image[:1].expand(3, -1, -1)
     # The conversion of NaN to uint8 is undefined.
-    bounded = colours.nan_to_num().clamp(0.0, 1.0).mul(255.0).round().to(torch.uint8)
+    bounded = colors.nan_to_num().clamp(0.0, 1.0).mul(255.0).round().to(torch.uint8)
     picture: Picture = bounded.permute(1, 2, 0).contiguous().cpu().numpy()
     return picture
 
@@ -85,8 +85,8 @@ def palette(classes: int) -> list[tuple[int, int, int]]:
 
 def painted(mask: Mask, classes: int) -> Picture:
     """Return a mask of class indices in color; values outside the classes are gray."""
-    colours = np.array([*palette(classes), IGNORED], dtype=np.uint8)
-    picture: Picture = colours[np.where((mask >= 0) & (mask < classes), mask, classes)]
+    colors = np.array([*palette(classes), IGNORED], dtype=np.uint8)
+    picture: Picture = colors[np.where((mask >= 0) & (mask < classes), mask, classes)]
     return picture
 
 
@@ -100,8 +100,8 @@ def laid_over(image: Picture, mask: Mask, classes: int) -> Picture:
 
 def marked(image: Picture, wrong: Mask) -> Picture:
     """Return the image in pale gray with mistakes marked in color."""
-    grey = image.mean(-1, keepdims=True) / 2 + 127
-    picture: Picture = np.where(wrong[..., None], MISTAKE, grey).astype(np.uint8)
+    gray = image.mean(-1, keepdims=True) / 2 + 127
+    picture: Picture = np.where(wrong[..., None], MISTAKE, gray).astype(np.uint8)
     return picture
 
 

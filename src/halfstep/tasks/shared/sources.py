@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.data.dataset import BadSample, Source, split
 from halfstep.data.embeddings import Embedded
-from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, Images, folders_under
-from halfstep.data.image_files import existing, files, folders, image_files
-from halfstep.data.layout import HELD_OUT, data_place, in_store, is_address
+from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, UnlabeledImages, folders_under
+from halfstep.data.image_files import existing, find_files, folders, image_files
+from halfstep.data.layout import HELD_OUT, check_store_data, data_place, is_address
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps, SpriteStamps, Stamps
 from halfstep.data.synthetic.radio_maps import RadioMaps
 from halfstep.data.synthetic.shapes import ShapeLabels, ShapeMasks, ShapePictures
@@ -61,7 +61,9 @@ def clips_in(place: Path, data: Any) -> Windows:
     Raise `BadData` where there are none.
     """
     are_videos = (
-        place.suffix.lower() in SUFFIXES if place.is_file() else bool(files(existing(place, "the folder"), SUFFIXES))
+        place.suffix.lower() in SUFFIXES
+        if place.is_file()
+        else bool(find_files(existing(place, "the folder"), SUFFIXES))
     )
     if not are_videos and (place.is_file() or not image_files(place)):
         raise BadData(f"{place} holds no clip", allowed=CLIPS, do="give the path of one of these")
@@ -130,7 +132,7 @@ def drawn_pictures(data: Any) -> ShapePictures:
     return ShapePictures(data.samples, data.size, data.classes or 4, data.channels)
 
 
-def labelled(data: Any, known: Sequence[str] = (), store: Any = None) -> tuple[dict[Split, Source], list[str]]:
+def labeled(data: Any, known: Sequence[str] = (), store: Any = None) -> tuple[dict[Split, Source], list[str]]:
     """Return sources of images with labels for a classification recipe, and the class names.
 
     Classes that are `known` from training keep their numbers, and no others are allowed.
@@ -162,12 +164,12 @@ def pictured(data: Any, condition: str, store: Any = None) -> tuple[dict[Split, 
 
     Raise `BadRecipe` where the data does not have the condition.
     """
-    _possible(data, condition)
+    _check_condition(data, condition)
     if condition == "class" and data.name == "shapes":
         drawn_by_class = drawn_pictures(data)
         return shared(drawn_by_class, data), drawn_by_class.classes
     if condition == "class":
-        return labelled(data, store=store)
+        return labeled(data, store=store)
 
     def asked_for(source: Source, under: str = "") -> Source:
         return Embedded(source, data_place(data.embeddings), under) if condition == "embedding" else source
@@ -187,7 +189,7 @@ def pictured(data: Any, condition: str, store: Any = None) -> tuple[dict[Split, 
     return both(data, made), []
 
 
-def _possible(data: Any, condition: str) -> None:
+def _check_condition(data: Any, condition: str) -> None:
     fitting = _CONDITIONS.get(condition, (data.name,))
     if data.name not in fitting:
         raise BadRecipe(
@@ -208,9 +210,9 @@ def _images(root: Path, data: Any, condition: str) -> Source:
     if data.name == "shards":
         return _shards(root, data, None, parts=())
     if data.name == "folder":
-        return Images(root, data.channels)
+        return UnlabeledImages(root, data.channels)
     if condition != "image":
-        return Images(root / "images", data.channels)
+        return UnlabeledImages(root / "images", data.channels)
     return ImagePairs(*folders_under(root, "condition"), data.channels, data.condition_channels)
 
 
@@ -219,7 +221,8 @@ def both(data: Any, make: Make) -> dict[Split, Source]:
 
     Raise `BadData` if there is a validation folder but no training folder.
     """
-    if in_store(data):
+    if is_address(data.path):
+        check_store_data(data)
         if not isinstance(data.val, str):
             return shared(make(data.path), data)
         val = data.val if is_address(data.val) else f"{data.path.rstrip('/')}/{data.val}"

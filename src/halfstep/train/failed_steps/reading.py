@@ -23,7 +23,7 @@ from halfstep.checkpoint.paths import CheckpointDir, generations
 from halfstep.checkpoint.reading import load_tensors, refuse_strangers
 from halfstep.checkpoint.sealed import (
     Manifest,
-    problem_with,
+    find_file_defect,
     read_bounded,
     read_manifest,
     state_of,
@@ -176,7 +176,7 @@ def _tensors(record: Record, rank: int, prefix: str) -> dict[str, Tensor]:
 
 
 def _verify(place: Path, manifest: Manifest, name: str) -> None:
-    problem = problem_with(place, next(sealed for sealed in manifest.files if sealed.name == name))
+    problem = find_file_defect(place, next(sealed for sealed in manifest.files if sealed.name == name))
     if problem is not None:
         raise ValueError(problem)
 

@@ -65,5 +65,5 @@ def _turned_inside_out(facts: Facts, autocast: Autocast, loop: ast.For | ast.Asy
     patch.line(loop.lineno, inner + script.lines[outer.lineno - 1].strip())
     for statement in loop.body:
         if not precedes(statement, at):
-            patch.shift(statement, inner)
+            patch.reindent(statement, inner)
     return patch

@@ -64,7 +64,7 @@ def _moved_out(facts: Facts, call: ast.Call, autocast: Autocast) -> Patch:
     if len(outer.items) > 1 or not all(_may_leave(one) for one in leaving):
         patch.spoil()
     for statement in leaving:
-        patch.shift(statement, patch.indent(outer))
+        patch.reindent(statement, patch.indent(outer))
     return patch
 
 

@@ -28,7 +28,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         if path is None or not AVERAGE.search(path.rpartition(".")[2]):
             continue
         format = _format(script, node.value)
-        if format is None or _is_widened(script, path) or not _is_moved(script, path):
+        if format is None or _is_widened(script, path) or not _is_updated(script, path):
             continue
         yield script.finding(
             "ema_in_16_bits",
@@ -41,7 +41,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         )
 
 
-def _is_moved(script: Script, path: str) -> bool:
+def _is_updated(script: Script, path: str) -> bool:
     """Return whether an average is updated: by its own method, by a function, or weight by weight in a loop."""
     for call in script.calls():
         if receiver(call) == path and method(call) in _METHODS:

@@ -42,15 +42,19 @@ def _window(script: Script, step: ScalerCall, unscale: ScalerCall) -> ast.If | N
     """Return the condition that holds once a window, around the step and not around the unscaling."""
     mine = {script.text(one.test) for one in own_conditions(script, unscale.call, step.call)}
     # `if amp` around the unscaling, and once more around the step: they hold together.
-    mine -= {script.text(one.test) for one in own_conditions(script, step.call, unscale.call) if not _counts(one)}
+    mine -= {
+        script.text(one.test)
+        for one in own_conditions(script, step.call, unscale.call)
+        if not _holds_once_a_window(one)
+    }
     for condition in own_conditions(script, step.call, unscale.call):
         # Code before the branch may jump away at all other micro-batches; then both run once a window.
-        if _counts(condition) and script.text(condition.test) not in mine and not mine:
+        if _holds_once_a_window(condition) and script.text(condition.test) not in mine and not mine:
             return condition if follows(script, unscale.call, step.call) else None
     return None
 
 
-def _counts(condition: ast.If) -> bool:
+def _holds_once_a_window(condition: ast.If) -> bool:
     """Return whether a condition holds once a window."""
     modulo = any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(condition.test))
     return modulo or mentions(condition.test, _WINDOW)

@@ -267,7 +267,7 @@ class LatentDiffusion(nn.Module):
         mean, spread = bounded(widen(moments))
         latents = mean + (0.5 * spread).exp() * draw(mean)
         if self.measures_scale and self.training:
-            self._measure(latents.detach())
+            self._update_latent_scale(latents.detach())
         return latents * self._scale()
 
     def pixels(self, latents: Tensor) -> Tensor:
@@ -305,11 +305,11 @@ class LatentDiffusion(nn.Module):
         return said
 
     def _scale(self) -> Tensor:
-        # A new tensor: autograd saves it for backward, and `_measure` changes the buffer in place.
+        # A new tensor: autograd saves it for backward, and `_update_latent_scale` changes the buffer in place.
         return torch.where(self.latent_scale > 0.0, self.latent_scale, 1.0)
 
     @torch.no_grad()
-    def _measure(self, latents: Tensor) -> None:
+    def _update_latent_scale(self, latents: Tensor) -> None:
         # Constant latents have no spread.
         now = 1.0 / latents.std().clamp(min=1e-6)
         moved = self.latent_scale.lerp(now, MOMENTUM)

@@ -176,9 +176,9 @@ class BroadcastDecoder(nn.Module):
 @island
 def blended(decoded: Tensor) -> tuple[Tensor, Tensor]:
     """Blend N × slots × (colors and opacity) × height × width: return the frames and the share of each slot."""
-    colours, opacity = decoded[:, :, :-1], decoded[:, :, -1:]
+    colors, opacity = decoded[:, :, :-1], decoded[:, :, -1:]
     shares = opacity.softmax(1)
-    return (colours * shares).sum(1), shares.squeeze(2)
+    return (colors * shares).sum(1), shares.squeeze(2)
 
 
 def _doublings(size: int, layers: int) -> int:
