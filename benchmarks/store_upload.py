@@ -57,7 +57,7 @@ def cost(root: Path, megabytes: int, times: int) -> dict[str, float]:
     """The processor seconds of the uploader per GB, without its start."""
     address, process = f"s3://{BUCKET}/cost", StoreProcess()
     known = {"run": "0" * 16, "number": 0}
-    request = {"address": address, "patience": 120.0, "launch": "1" * 16, "known": known}
+    request = {"address": address, "patience": 120.0, "launch": "1" * 16, "known": known, "recipe": ""}
     lease = process.call(f"{GENERATIONS}:claim", request)
     used = []
     for number in range(1, times + 1):

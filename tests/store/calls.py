@@ -15,7 +15,8 @@ from halfstep.data.shard_index import build
 from halfstep.data.store_set import find_shards
 from halfstep.errors import StoreFailed
 from halfstep.store.address import parse_address
-from halfstep.store.objects import MISSING, Store
+from halfstep.store.failures import MISSING
+from halfstep.store.objects import Store
 from halfstep.train.remote_generations import Damaged, committed, read_commit, read_owner
 
 SIZE = 200_000

@@ -93,7 +93,7 @@ def written(folder: Path, number: int) -> str:
 
 
 def claimed(in_store: InStore, launch: str = "1" * 16, number: int = 0) -> dict[str, Any]:
-    request = {"launch": launch, "known": {"run": "0" * 16, "number": number}}
+    request = {"launch": launch, "known": {"run": "0" * 16, "number": number}, "recipe": ""}
     found: dict[str, Any] = in_store.process.call(
         f"{GENERATIONS}:claim", {"address": in_store.address, "patience": LONG, **request}
     )

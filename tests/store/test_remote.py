@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import halfstep
-from halfstep.errors import FolderLost, FolderTaken, NoCheckpoint, Stopped, StoreFailed, WrongUse
+from halfstep.errors import FolderLost, FolderTaken, NoCheckpoint, StateMismatch, Stopped, StoreFailed, WrongUse
 from halfstep.train import remote
 from halfstep.train.run import Run
 from tests.store.conftest import InStore
@@ -48,9 +48,9 @@ def fit(folder: Path, in_store: InStore | None, task: Any = Tiny, remote: str = 
     return halfstep.fit(folder / "tiny.yaml", task=task, settings=changed, quiet=True)
 
 
-def interrupted(folder: Path, in_store: InStore, **more: Any) -> None:
+def interrupted(folder: Path, in_store: InStore, task: Any = StoppedRun, **more: Any) -> None:
     with pytest.raises(Stopped):
-        fit(folder, in_store, StoppedRun, **more)
+        fit(folder, in_store, task, **more)
 
 
 def generations_in(in_store: InStore, address: str = "") -> list[str]:
@@ -176,7 +176,7 @@ def test_an_older_launch_ends_with_73(in_store: InStore, tmp_path: Path, monkeyp
     def take() -> None:
         kept = json.loads((tmp_path / "first" / "run" / "remote.json").read_text())
         known = {"run": kept["run"], "number": kept["number"]}
-        request = {"address": in_store.address, "patience": 20.0, "launch": "f" * 16, "known": known}
+        request = {"address": in_store.address, "patience": 20.0, "launch": "f" * 16, "known": known, "recipe": ""}
         assert in_store.process.call("halfstep.train.remote_generations:claim", request)["number"] == 2
 
     monkeypatch.setattr(TakenOver, "take", staticmethod(take))
@@ -212,6 +212,56 @@ def test_a_folder_behind_its_store_is_refused(in_store: InStore, tmp_path: Path)
     fit(tmp_path / "second", in_store)
     with pytest.raises(FolderTaken, match="ahead of this folder"):
         fit(tmp_path / "first", in_store)
+
+
+class Failing(Tiny):
+    """Fails in its first step, before there is a checkpoint."""
+
+    def loss(self, model: Any, batch: Any, metrics: Any = None) -> Any:
+        raise RuntimeError("failing")
+
+
+class Unbuilt(Tiny):
+    """Fails before anything is started."""
+
+    def model(self) -> Any:
+        raise RuntimeError("unbuilt")
+
+
+@pytest.mark.wording
+def test_a_place_before_its_first_commit_is_taken_by_the_same_run_alone(in_store: InStore, tmp_path: Path) -> None:
+    fit(tmp_path / "alone", None)
+    with pytest.raises(RuntimeError, match="failing"):
+        fit(tmp_path / "first", in_store, Failing)
+    assert generations_in(in_store) == []
+    with pytest.raises(StateMismatch, match=f"{in_store.address} was started with a different recipe") as caught:
+        fit(tmp_path / "other", in_store, train__seed=6)
+    assert caught.value.id == "recipe-changed"
+    assert not any(not entry.name.startswith(".") for entry in (tmp_path / "other" / "run").iterdir())
+    fit(tmp_path / "other", in_store, train__seed=6, remote="other")
+    fit(tmp_path / "second", in_store)
+    assert_same_weights(tmp_path / "alone", tmp_path / "second")
+    with pytest.raises(StateMismatch, match=f"{in_store.address} was started with a different recipe"):
+        fit(tmp_path / "third", in_store, train__seed=6)
+
+
+def test_a_launch_that_could_not_start_leaves_the_place_to_others(in_store: InStore, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="unbuilt"):
+        fit(tmp_path / "first", in_store, Unbuilt)
+    assert not (tmp_path / "first" / "run").exists()
+    fit(tmp_path / "second", in_store, train__seed=6)
+
+
+def test_a_run_may_change_its_place_and_come_back(in_store: InStore, tmp_path: Path) -> None:
+    fit(tmp_path / "alone", None)
+    for stop, place in ((4, "a"), (3, "b"), (3, "a")):
+        task = type(f"Stopped{stop}", (StoppedRun,), {"batches": STOP - stop})
+        interrupted(tmp_path / "first", in_store, task, remote=place)
+    fit(tmp_path / "first", in_store, remote="b")
+    assert_same_weights(tmp_path / "alone", tmp_path / "first")
+    assert generations_in(in_store, f"{in_store.address}/b")[0] > generations_in(in_store, f"{in_store.address}/a")[0]
+    fit(tmp_path / "second", in_store, remote="b")
+    assert_same_weights(tmp_path / "alone", tmp_path / "second")
 
 
 def test_the_same_disk_continues_and_uploads_nothing_twice(in_store: InStore, tmp_path: Path) -> None:

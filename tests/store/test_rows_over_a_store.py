@@ -207,7 +207,7 @@ def test_a_commit_that_was_made_to_harm_is_skipped_in_words(in_store: InStore, t
     assert not Path("/tmp/halfstep-hostile").exists()
 
 
-OWNERS = {"number": ["x", 1.5, None], "run": [7, None], "newest": [3, ["x"]], "launch": [None, {}]}
+OWNERS = {"number": ["x", 1.5, None], "run": [7, None], "newest": [3, ["x"]], "launch": [None, {}], "recipe": [None, 7]}
 
 
 @pytest.mark.parametrize("field", OWNERS)

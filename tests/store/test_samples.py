@@ -102,6 +102,10 @@ def test_the_command_builds_the_index_by_ranges_and_prints_the_cost_first(
     with pytest.raises(BadData, match="no index"):
         StoreShards(address)
     in_store.proxy.seen.clear()
+    in_store.proxy.plan[:] = [Planned("PUT", "403*")]
+    code, out, err = Command("data", "index", address).ended()
+    assert (code, "is refused" in err, in_store.proxy.requests(GET, ".tar")) == (74, True, 0), err
+    in_store.proxy.plan.clear()
     code, out, err = Command("data", "index", address, "--json").ended()
     assert code == 0, err
     size = sum(path.stat().st_size for path in local.glob("*.tar"))

@@ -17,13 +17,15 @@ ERRORS = {
     "404": b"NoSuchKey",
     "403": b"ExpiredToken",
 }
+CONDITIONS = ("if-none-match", "if-match")
 FOREVER = 3600.0
 
 
 class Planned(NamedTuple):
     """A fault for a request of this method whose path holds this text; `*` at the end: for all such requests.
 
-    A removal is a POST with the keys in its body, which count as its path.
+    A status may be followed by a code, as in `400 ExpiredToken`. A removal is a POST with the keys in its body, which
+    count as its path; so do the conditions of a request, as in `if-none-match`.
     """
 
     method: str
@@ -84,6 +86,7 @@ class Proxy:
 
     def _fault_for(self, request: Request) -> str:
         path = request.path + (request.body.decode("latin-1") if "?delete" in request.path else "")
+        path += "".join(name for name in CONDITIONS if f"\n{name}:".encode() in request.head.lower())
         for planned in self.plan:
             if planned.method in (request.method, "*") and planned.match in path:
                 if not planned.fault.endswith("*"):
@@ -97,7 +100,7 @@ class Proxy:
             await asyncio.sleep(FOREVER)
         if fault == "reset":
             return _reset(writer)
-        if fault in ERRORS or fault in ("not-done", "delete-denied"):
+        if fault[:3].isdigit() or fault in ("not-done", "delete-denied"):
             await _send(writer, _canned(fault, request))
             return False
         head, body = await self._asked(request, is_whole=fault == "whole")
@@ -185,9 +188,13 @@ async def _send(writer: asyncio.StreamWriter, content: bytes) -> None:
     await writer.drain()
 
 
-def _error(code: str, method: str) -> bytes:
-    text = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>no</Message></Error>" % ERRORS[code]
-    head = b"HTTP/1.1 %s X\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n" % (code.encode(), len(text))
+def _error(fault: str, method: str) -> bytes:
+    status, _, code = fault.partition(" ")
+    text = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>no</Message></Error>" % (
+        code.encode() or ERRORS[status]
+    )
+    kind = b"Content-Type: application/xml"
+    head = b"HTTP/1.1 %s X\r\n%s\r\nContent-Length: %d\r\n\r\n" % (status.encode(), kind, len(text))
     return head if method == "HEAD" else head + text
 
 

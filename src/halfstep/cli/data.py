@@ -203,6 +203,8 @@ def _index_in_store(source: str, json: bool) -> None:
     reads, size = shards.requests, sum(one.size for one in shards.objects)
     cost = f"{several(len(shards.names), 'shard')} in {shards.store.address}: {reads:,} range reads of {size:,} bytes"
     screen(stderr=True).print(f"{cost}, and a write; interrupted, the same command continues", soft_wrap=True)
+    with shards.store.probing():  # before everything is read for nothing
+        pass
     with tempfile.TemporaryDirectory() as folder, progress("indexing", "MB") as on_progress:
         draft = Path(folder) / shards.index_name
         build(shards, draft, on_progress)

@@ -31,7 +31,8 @@ from halfstep.data.tar_members import AT_ONCE, DamagedTar, TarReader
 from halfstep.errors import BadData, BadRecipe, StorageFailed, StoreFailed
 from halfstep.files import cache_folder
 from halfstep.store.address import check_installed, parse_address
-from halfstep.store.objects import CHANGED, MISSING, PATIENCE
+from halfstep.store.failures import CHANGED, MISSING
+from halfstep.store.objects import PATIENCE
 from halfstep.store.process import LOST, StoreProcess
 
 CACHE = 20.0

@@ -12,14 +12,18 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from halfstep.errors import StoreFailed
+from halfstep.numbers import several
 from halfstep.page import Command, Page, Pairs, Paragraph, Span, Text
 from halfstep.store.address import StoreAddress
-from halfstep.store.objects import NO_RANGES, ObjectFacts, Store
+from halfstep.store.failures import NO_RANGES
+from halfstep.store.objects import ObjectFacts, Store
 
 PATIENCE = 20.0
 """Seconds for which a failing request is repeated: a person waits for the answer."""
 RANGE = 2**20
 TIMES = 5
+COUNTED = 1000
+"""Objects that are counted: one request."""
 SKEW = 5.0
 """Seconds of difference between two clocks that are reported; signatures fail at 15 minutes."""
 
@@ -35,7 +39,7 @@ class StoreReport:
     """The kind of the problem, such as `denied`, `unreachable` or `no-ranges`."""
     do: str = ""
     objects: int | None = None
-    """Objects below the address."""
+    """Objects below the address, at most `COUNTED`."""
     put_seconds: float | None = None
     """The median time to write 1 MB."""
     read_seconds: float | None = None
@@ -51,7 +55,8 @@ class StoreReport:
         """Return the page: the verdict, then each result."""
         rows: list[tuple[str, Text]] = [("reachable", _yes(self.objects is not None))]
         if self.objects is not None:
-            rows[0] = ("reachable", f"yes, {self.objects:,} objects at this address")
+            more = " or more" if self.objects >= COUNTED else ""
+            rows[0] = ("reachable", f"yes, {several(self.objects, 'object')}{more} at this address")
         if self.put_seconds is not None:
             rows.append(("put of 1 MB", f"{1000 * self.put_seconds:,.0f} ms"))
         if self.answers_ranges is not None:
@@ -86,10 +91,11 @@ def _rule(bucket: str) -> str:
 
 def check_store(address: StoreAddress, patience: float = PATIENCE) -> StoreReport:
     """Write, read and remove objects at the address, and return the findings."""
-    store, found, key = Store(address, patience), StoreReport(str(address)), f"probe-{secrets.token_hex(8)}"
+    found, key = StoreReport(str(address)), f"probe-{secrets.token_hex(8)}"
     content = os.urandom(2 * RANGE)
     try:
-        found = replace(found, objects=len(store.list()))
+        store = Store(address, patience)
+        found = replace(found, objects=len(store.list(most=COUNTED)))
         found = replace(found, put_seconds=_median(lambda: store.put(key, content[:RANGE])))
         before = datetime.now(timezone.utc)
         store.put(key, content)

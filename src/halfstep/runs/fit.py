@@ -359,7 +359,7 @@ def _opened(
                 drawn=resolved.drawn,
                 accepted=accepted,
                 now=now,
-                fill=lambda path: remote.fill(path, now) if remote is not None else None,
+                fill=lambda path: remote is not None and remote.fill(path, now),
             )
         except FolderTaken as taken:
             if taken.id == RUN_FINISHED and remote is not None:

@@ -20,6 +20,22 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 from halfstep.errors import StoreFailed
 from halfstep.store.address import StoreAddress, check_installed
+from halfstep.store.failures import (
+    CHANGED,
+    ENDPOINTS,
+    KINDS,
+    MISSING,
+    NO_RANGES,
+    ONCE,
+    PASSING,
+    REFUSED,
+    SETTING,
+    SHORT,
+    UNREACHABLE,
+    Failure,
+    failure_in,
+    failure_in_environment,
+)
 
 T = TypeVar("T")
 PATIENCE = 300.0
@@ -33,28 +49,6 @@ MOST_PARTS = 9_000
 LARGEST_OBJECT = 64 * 2**20
 """Bytes of an object that is read as a whole."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
-
-UNREACHABLE, DENIED, MISSING, CHANGED, EXISTS = "unreachable", "denied", "missing", "changed", "exists"
-SHORT, NO_RANGES, ODD_KEY = "short", "no-ranges", "odd-key"
-_PASSING = (UNREACHABLE, SHORT)
-"""The kinds of failure that another request may not have."""
-_WORDS = {
-    UNREACHABLE: "cannot be reached: the store does not answer, or answers with errors",
-    DENIED: "is refused: the credentials are missing, expired or lack the permission",
-    MISSING: "does not exist",
-    CHANGED: "was replaced while it was read or written",
-    EXISTS: "exists already",
-    SHORT: "was answered with another number of bytes than were asked for",
-    ODD_KEY: "holds an object that cannot be listed: its key has an empty part, such as a//b",
-    NO_RANGES: "was answered as a whole where a range was asked for: this store does not answer ranges with 206",
-}
-_DO = {
-    DENIED: "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or attach a role with Get, Put, Delete and List",
-    MISSING: "check the bucket and the prefix",
-    UNREACHABLE: "check the name of the bucket, the network and AWS_ENDPOINT_URL, and try again",
-    ODD_KEY: "rename the object, or use an address below which there is none",
-    NO_RANGES: "use a store that answers ranges; halfstep doctor ADDRESS checks it",
-}
 
 
 class StoredObject(NamedTuple):
@@ -92,6 +86,8 @@ class Store:
 
         self.address, self.patience = address, patience
         self._obstore = obstore
+        if (wrong := failure_in_environment(address.scheme)) is not None:
+            raise self._failed(wrong, "")
         self._calls = threading.local()
         """`until`: the end of the patience of the call in progress, which the calls inside it share."""
         pauses = {
@@ -99,17 +95,20 @@ class Store:
             "max_backoff": timedelta(seconds=min(LONGEST_PAUSE, patience / 8)),
             "base": 2,
         }
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-        self._store = from_url(
-            f"{address.scheme}://{address.bucket}",
-            client_options={
-                "timeout": timedelta(seconds=min(REQUEST, patience / 4)),
-                "connect_timeout": timedelta(seconds=min(5.0, patience / 4)),
-                "allow_http": endpoint.startswith("http://"),
-            },
-            # The parts of a large upload are repeated by the library; `_patiently` repeats everything else.
-            retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=patience / 2), "backoff": pauses},
-        )
+        endpoint = next((os.environ[name] for name in ENDPOINTS if name in os.environ), "")
+        try:
+            self._store = from_url(
+                f"{address.scheme}://{address.bucket}",
+                client_options={
+                    "timeout": timedelta(seconds=min(REQUEST, patience / 4)),
+                    "connect_timeout": timedelta(seconds=min(5.0, patience / 4)),
+                    "allow_http": endpoint.startswith("http://"),
+                },
+                # The parts of a large upload are repeated by the library; `_patiently` repeats everything else.
+                retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=patience / 2), "backoff": pauses},
+            )
+        except Exception:
+            raise self._failed(KINDS[SETTING], "") from None
 
     def read(self, key: str, start: int, size: int, tag: str | None = None) -> bytes:
         """Return exactly `size` bytes from `start` on, of the object with this tag if one is given."""
@@ -122,16 +121,16 @@ class Store:
             try:
                 found = bytes(self._obstore.get(self._store, self._full(key), options=options).bytes())
             except Exception as error:
-                if not is_tried and self._kind(error) == UNREACHABLE:
+                if not is_tried and _kind(error) == UNREACHABLE:
                     is_tried = True
                     if self._answers_whole(key):
-                        raise self._failed(NO_RANGES, key) from None
+                        raise self._failed(KINDS[NO_RANGES], key) from None
                 raise
             if len(found) != size:
-                raise self._failed(SHORT, key)
+                raise self._failed(KINDS[SHORT], key)
             return found
 
-        return self._patiently(key, ask, ask_again=(MISSING, DENIED)) if size else b""
+        return self._patiently(key, ask, MISSING) if size else b""
 
     def read_whole(self, key: str) -> bytes:
         """Return a small object."""
@@ -142,7 +141,7 @@ class Store:
         while True:
             facts = self.size_and_tag(key)
             if facts is None or facts.size > LARGEST_OBJECT:
-                raise self._failed(MISSING if facts is None else SHORT, key)
+                raise self._failed(KINDS[MISSING if facts is None else SHORT], key)
             try:
                 return self.read(key, 0, facts.size, facts.tag), facts.tag
             except StoreFailed as failure:
@@ -171,11 +170,11 @@ class Store:
                     )
             except Exception as error:
                 # A finished upload whose answer was lost or late looks like a failed one.
-                if self._kind(error) == DENIED or not self._holds(key, file):
+                if _kind(error) in ONCE or not self._holds(key, file):
                     raise
             self._check_written(key, size)
 
-        self._patiently(key, send, ask_again=(MISSING, DENIED))
+        self._patiently(key, send, MISSING)
 
     def create(self, key: str, content: bytes) -> bool:
         """Write an object unless one exists; return whether it has this content now."""
@@ -193,32 +192,27 @@ class Store:
                 # Our own earlier request may have been the one that succeeded: the content decides.
                 if self._holds(key, io.BytesIO(content)):
                     return True
-                if self._kind(error) in (EXISTS, CHANGED):
+                if _kind(error) == CHANGED:
                     return False
                 raise
             self._check_written(key, len(content))
             return True
 
-        return self._patiently(key, send, ask_again=(MISSING, DENIED))
+        return self._patiently(key, send, MISSING)
 
-    def list(self, prefix: str = "") -> list[StoredObject]:
-        """Return the objects below a prefix, which ends at a slash."""
+    def list(self, prefix: str = "", most: int | None = None) -> list[StoredObject]:
+        """Return the objects below a prefix, which ends at a slash: all of them, or the first `most`."""
         start = self._full(prefix).rstrip("/")
 
         def ask() -> list[StoredObject]:
-            try:
-                found = self._obstore.list(self._store, prefix=start or None).collect()
-            except Exception:
-                # A listing has no separate error for refused credentials; another request has.
-                with contextlib.suppress(FileNotFoundError):
-                    self._obstore.head(self._store, self._full("probe"))
-                raise
+            stream = self._obstore.list(self._store, prefix=start or None, chunk_size=most or 1000)
+            found = stream.collect() if most is None else next(iter(stream), [])
             return [
                 StoredObject(self._relative_key(one["path"]), one["size"], one["e_tag"] or "", one["last_modified"])
                 for one in found
             ]
 
-        return sorted(self._patiently(prefix, ask, ask_again=(DENIED,)))
+        return sorted(self._patiently(prefix, ask, MISSING))
 
     def size_and_tag(self, key: str) -> ObjectFacts | None:
         """Return the facts of an object; None where there is none."""
@@ -228,9 +222,14 @@ class Store:
                 found = self._obstore.head(self._store, self._full(key))
             except FileNotFoundError:
                 return None
+            except Exception as error:
+                if _kind(error) in ONCE:
+                    # The answer to HEAD has no body; the one to GET has the reason.
+                    self._obstore.get(self._store, self._full(key), options={"range": (0, 1)})
+                raise
             return ObjectFacts(found["size"], found["e_tag"] or "", found["last_modified"])
 
-        return self._patiently(key, ask, ask_again=(DENIED,))
+        return self._patiently(key, ask)
 
     def delete(self, key: str) -> None:
         """Remove an object, if it exists."""
@@ -241,21 +240,32 @@ class Store:
             except FileNotFoundError:
                 return
 
-        self._patiently(key, ask, ask_again=(DENIED,))
+        self._patiently(key, ask)
+
+    @contextlib.contextmanager
+    def probing(self) -> Iterator[str]:
+        """Write an object, and remove it in the end; raise StoreFailed where nothing can be written."""
+        key = f"probe-{secrets.token_hex(8)}"
+        try:
+            self.put(key, b"probe")
+            yield key
+        finally:
+            with contextlib.suppress(StoreFailed):
+                self.delete(key)
 
     def honors_conditions(self) -> bool:
         """Return whether the store refuses to create an object that exists, and to replace another version.
 
         Raises StoreFailed where it does not answer ranges.
         """
-        key = f"probe-{secrets.token_hex(8)}"
-        try:
-            self.put(key, b"first")
+        with self.probing() as key:
             self.read(key, 1, 2)
-            return not self.create(key, b"second") and not self.replace(key, b"third", '"0"')
-        finally:
-            with contextlib.suppress(StoreFailed):
-                self.delete(key)
+            try:
+                return not self.create(key, b"second") and not self.replace(key, b"third", '"0"')
+            except StoreFailed as failure:
+                if failure.kind != REFUSED:
+                    raise
+                return False  # some stores answer 501 to a condition
 
     def _answers_whole(self, key: str) -> bool:
         """Return whether the store answers a range with 200: the library has no separate error for it."""
@@ -270,7 +280,7 @@ class Store:
         """Raise StoreFailed unless the object has this size: an answer alone proves nothing."""
         facts = self.size_and_tag(key)
         if facts is None or facts.size != size:
-            raise self._failed(SHORT, key)
+            raise self._failed(KINDS[SHORT], key)
 
     def _holds(self, key: str, content: BinaryIO) -> bool:
         """Return whether the object has this content, byte by byte."""
@@ -281,48 +291,33 @@ class Store:
         content.seek(0)
         return all(part == content.read(len(part)) for part in self.ranges(key, facts))
 
-    def _patiently(self, key: str, work: Callable[[], T], ask_again: tuple[str, ...] = ()) -> T:
-        """Repeat `work` while it fails for reasons that pass; a failure in `ask_again` is repeated once."""
+    def _patiently(self, key: str, work: Callable[[], T], *once: str) -> T:
+        """Repeat `work` while it fails for reasons that pass, and once after a refusal or a failure in `once`."""
         outer: float | None = getattr(self._calls, "until", None)
-        pause = FIRST_PAUSE
+        pause, ask_again = FIRST_PAUSE, (*ONCE, *once)
         until = time.monotonic() + self.patience if outer is None else outer
         while True:
             try:
                 self._calls.until = until
                 return work()
             except Exception as error:
-                kind = self._kind(error)
+                kind = _kind(error)
                 is_over = time.monotonic() + pause > until
-                if is_over or (kind not in _PASSING and kind not in ask_again):
+                if is_over or (kind not in PASSING and kind not in ask_again):
                     # Without the library's error: its text has addresses, answers of the server and request ids.
-                    raise (error if isinstance(error, StoreFailed) else self._failed(kind, key)) from None
+                    raise (error if isinstance(error, StoreFailed) else self._failed(failure_in(error), key)) from None
                 ask_again = () if kind in ask_again else ask_again
             finally:
                 self._calls.until = outer
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _kind(self, error: Exception) -> str:
-        if isinstance(error, StoreFailed):
-            return error.kind
-        from obstore import exceptions
-
-        kinds: list[tuple[type[Exception], str]] = [
-            (FileNotFoundError, MISSING),
-            (exceptions.AlreadyExistsError, EXISTS),
-            (exceptions.PreconditionError, CHANGED),
-            (exceptions.PermissionDeniedError, DENIED),
-            (exceptions.UnauthenticatedError, DENIED),
-            (exceptions.InvalidPathError, ODD_KEY),
-        ]
-        return next((kind for known, kind in kinds if isinstance(error, known)), UNREACHABLE)
-
-    def _failed(self, kind: str, key: str) -> StoreFailed:
+    def _failed(self, failure: Failure, key: str) -> StoreFailed:
         return StoreFailed(
-            f"{self.address.scheme}://{self.address.bucket}/{self._full(key)} {_WORDS[kind]}",
+            f"{self.address.scheme}://{self.address.bucket}/{self._full(key)} {failure.words}",
             allowed="a store that can be reached, read and written",
-            do=_DO.get(kind, f"halfstep doctor {self.address}"),
-            kind=kind,
+            do=failure.do or f"halfstep doctor {self.address}",
+            kind=failure.kind,
         )
 
     def _full(self, key: str) -> str:
@@ -330,3 +325,7 @@ class Store:
 
     def _relative_key(self, path: str) -> str:
         return path[len(self.address.prefix) + 1 :] if self.address.prefix else path
+
+
+def _kind(error: Exception) -> str:
+    return error.kind if isinstance(error, StoreFailed) else failure_in(error).kind

@@ -145,6 +145,6 @@ def _reply(asked: Mapping[str, Any]) -> dict[str, object]:
         return {"failed": {"given": error.given, "allowed": error.allowed, "do": error.do, "kind": kind}}
     except OSError as error:
         return {"failed": {"given": f"a file of the run: {error.strerror or type(error).__name__}", "kind": BUG}}
-    except Exception as error:
+    except BaseException as error:  # a panic of obstore is no Exception
         # The type alone: texts of libraries may hold addresses and answers of the server.
         return {"failed": {"given": f"{name}: {type(error).__name__}", "kind": BUG}}

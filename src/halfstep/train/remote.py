@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ WARNED_AFTER = 300.0
 """Seconds without an upload after which the run warns."""
 AT_START = 15.0
 """Seconds for which a run with local checkpoints asks for its store before it starts without."""
+AT_END = 5.0
+"""Seconds to take back the claim of a launch that could not start."""
 PAUSES = (1.0, 5.0, 15.0, 30.0)
 """Seconds between two attempts to upload; the last one stays."""
 
@@ -78,12 +80,12 @@ class Remote:
         self.beat: Callable[[], None] = lambda: None
         """Called while the end of the run waits for an upload."""
 
-    def fill(self, folder: Path, now: Now) -> None:
-        """Restore the run into a folder that holds none; do nothing where the store has none either."""
+    def fill(self, folder: Path, now: Now) -> bool:
+        """Restore the run into a folder that holds none, and return whether the store has one."""
         draft = folder / RESTORING
         if (folder / RECIPE).exists():
             shutil.rmtree(draft, ignore_errors=True)  # of a restore that was killed in its last moment
-            return
+            return False
         if draft.exists():
             # Of a restore that was killed: everything is downloaded again.
             for name in (CHECKPOINTS, JOURNAL, LOG, BEST, LEASE):
@@ -102,6 +104,11 @@ class Remote:
         self._notes += [(f"{self.address}/{key} is skipped: {why}", "warning") for key, why in found.skipped.items()]
         if found.name is not None:
             self._notes.append((f"restored {found.name} from {self.address}", "info"))
+        elif (folder / RECIPE).exists():
+            self._notes.append(
+                (f"the run in {self.address} has no checkpoint yet: it starts from the beginning", "info")
+            )
+        return (folder / RECIPE).exists()
 
     def claim(self, folder: Path, launch: str) -> None:
         """Make this launch the owner of the place; raise FolderTaken where it is another run's.
@@ -110,7 +117,7 @@ class Remote:
         """
         self._folder, self._launch = folder, launch
         kept = known_fields(LeaseFile, read_json(folder / LEASE))
-        if kept.remote == self.address:
+        if kept.run:  # also at another address than before
             self._known = Known(kept.run, kept.number)
         # Before the claim: a launch that is killed after it must be recognized by the next one.
         with storing(f"{folder / LEASE} cannot be written", allowed="a disk with room", do="make room there"):
@@ -134,6 +141,7 @@ class Remote:
         assert self._known is not None
         known = asdict(self._known)
         request = {"address": self.address, "patience": patience, "launch": self._launch, "known": known}
+        request["recipe"] = (self._folder / RECIPE).read_text(encoding="utf-8")
         lease = Lease(**{**self._process.call(f"{GENERATIONS}:claim", request), "patience": self._patience})
         self._keep_known(Known(lease.run, lease.number))
         if not lease.conditional:
@@ -218,6 +226,10 @@ class Remote:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
+        if self._lease is not None and not (self._folder / RECIPE).exists():
+            # The folder of a launch that could not start is removed, and the corrected command may follow.
+            with contextlib.suppress(StoreFailed):
+                self._process.call(f"{GENERATIONS}:release", {**asdict(self._lease), "patience": AT_END})
         self._process.close()
 
     def _upload_all(self) -> None:
@@ -297,7 +309,7 @@ class RemoteDisk(Disk):
         super().make_folder(path)
 
 
-@contextmanager
+@contextlib.contextmanager
 def remote_of(recipe: Any) -> Iterator[Remote | None]:
     """Yield the store copy of a run on rank 0, with its process started; None on other ranks and without a store."""
     options = recipe.checkpoint

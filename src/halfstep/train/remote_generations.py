@@ -26,10 +26,11 @@ from typing import Any, BinaryIO, NamedTuple, TypedDict
 
 from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.errors import StoreFailed
-from halfstep.files import LARGEST_JSON, flush, strict_json, write_json
+from halfstep.files import LARGEST_JSON, flush, strict_json, write_json, write_text
 from halfstep.journal.jsonl import JOURNAL, LOG, parts_of
 from halfstep.store.address import parse_address
-from halfstep.store.objects import CHANGED, MISSING, PART, SHORT, Store
+from halfstep.store.failures import CHANGED, MISSING, SHORT
+from halfstep.store.objects import PART, Store
 from halfstep.train.run_folder import RECIPE, RESTORING
 
 OWNER, COMMIT, KEPT = "OWNER.json", "COMMIT.json", "kept"
@@ -92,6 +93,8 @@ class Owner:
     """The last commit, for a listing that does not show it yet."""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+    recipe: str = ""
+    """The run's recipe.yaml until the first commit, which has it: another run must not start here meanwhile."""
 
     def text(self) -> bytes:
         return _with_seal({"form": FORM, **asdict(self)})
@@ -147,7 +150,7 @@ class Restored:
     """The result of a restore from a store."""
 
     name: str | None
-    """The checkpoint, or None where the store has none."""
+    """The checkpoint, or None where the store has none; the run's recipe may be restored all the same."""
     known: Known | None
     """The run in the store, if there is one."""
     skipped: Mapping[str, str]
@@ -172,6 +175,8 @@ class ClaimRequest(Place):
     launch: str
     known: Any
     """The fields of a Known."""
+    recipe: str
+    """The content of the folder's recipe.yaml."""
 
 
 class RestoreRequest(Place):
@@ -205,14 +210,26 @@ def claim(request: ClaimRequest) -> dict[str, object]:
         owner, tag = read_owner(store)
         if owner is not None and owner.launch == request["launch"]:
             return asdict(_lease(request, owner, conditional))
-        if owner is None:
-            wanted = Owner(known.run, known.number + 1, request["launch"])
-        else:
+        if owner is not None:
             _refuse_others(store, owner, known)
-            wanted = Owner(owner.run, owner.number + 1, request["launch"], owner.newest)
+        number = max(known.number, owner.number if owner is not None else 0) + 1
+        newest = owner.newest if owner is not None else None
+        recipe = request["recipe"] if newest is None else ""
+        wanted = Owner(known.run, number, request["launch"], newest, recipe=recipe)
         if _write_owner(store, wanted, tag, conditional):
             return asdict(_lease(request, wanted, conditional))
     raise _taken(store, "is claimed by another launch again and again")
+
+
+def release(request: Any) -> None:
+    """Let another run have a place that this launch has claimed, and in which it started nothing.
+
+    The request has the fields of its Lease.
+    """
+    lease, store = Lease(**request), _store(request)
+    owner, tag = read_owner(store)
+    if owner is not None and owner.launch == lease.launch and owner.newest is None:
+        _write_owner(store, Owner(lease.run, lease.number, lease.launch), tag, lease.conditional)
 
 
 def _lease(request: Place, owner: Owner, conditional: bool) -> Lease:
@@ -240,8 +257,10 @@ def read_owner(store: Store) -> tuple[Owner | None, str]:
     """Return the owner of a place with the tag of its object; None where there is none."""
     try:
         content, tag = _read_sealed(store, OWNER)
-        found = Owner(**{name: content[name] for name in ("run", "number", "launch", "newest", "host", "pid")})
-        texts = (found.run, found.launch, found.host, found.newest or "")
+        found = Owner(
+            **{name: content[name] for name in ("run", "number", "launch", "newest", "host", "pid", "recipe")}
+        )
+        texts = (found.run, found.launch, found.host, found.newest or "", found.recipe)
         if type(found.number) is not int or not all(isinstance(one, str) for one in texts):
             raise Damaged("its fields have other types")
         return found, tag
@@ -510,7 +529,13 @@ def restore(request: RestoreRequest) -> dict[str, object]:
             do=f"give checkpoint.remote={store.address}-2 to start again",
             kind=DAMAGED,
         )
-    return asdict(Restored(None, Known(owner.run, latest) if owner is not None else None, {}))
+    if owner is None:
+        return asdict(Restored(None, None, {}))
+    known = Known(owner.run, latest)
+    if owner.recipe:
+        write_json(folder / LEASE, {"remote": request["address"], **asdict(known)})
+        write_text(folder / RECIPE, owner.recipe)
+    return asdict(Restored(None, known, {}))
 
 
 def _download(store: Store, one: Directory, commit: Commit, draft: Path) -> None:

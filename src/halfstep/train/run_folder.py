@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import secrets
+import shutil
 import stat
 import threading
 import time
@@ -17,7 +18,17 @@ from types import ModuleType
 from typing import Any, Literal
 
 from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.errors import RUN_FINISHED, BadData, FolderTaken, HalfstepError, Unsafe, WrongUse, add_option, option
+from halfstep.errors import (
+    RUN_FINISHED,
+    BadData,
+    FolderTaken,
+    HalfstepError,
+    StateMismatch,
+    Unsafe,
+    WrongUse,
+    add_option,
+    option,
+)
 from halfstep.files import draft_of, read_json, write_text
 from halfstep.journal.jsonl import is_earlier_part
 from halfstep.ownership import LOCK, Holder, Ownership, check_ownership, is_alive, read_holder
@@ -340,14 +351,15 @@ def open_run(
     drawn: Collection[str] = (),
     accepted: Collection[str] = (),
     now: Now = unwatched,
-    fill: Callable[[Path], None] = lambda path: None,
+    fill: Callable[[Path], bool] = lambda path: False,
 ) -> RunFolder:
     """Create the run's folder and write the recipe, or open an unfinished run of this recipe.
 
     With `new`, use the first free `NAME`, `NAME-2`, ...; of several processes, exactly one gets each folder. Keys in
     `drawn` had no explicit value: the run keeps its own. With `EXTEND` in `accepted`, a finished run goes on up to the
-    recipe's length. `fill` may bring an earlier run into the locked folder, unless it is `new`. Raises FolderTaken,
-    StateMismatch or Unsafe where the folder cannot be used.
+    recipe's length. `fill` may bring an earlier run into the locked folder, unless it is `new`, and returns whether it
+    did; a run of another recipe is removed again. Raises FolderTaken, StateMismatch or Unsafe where the folder cannot
+    be used.
     """
     wanted = run_dir(recipe, label)
     try:
@@ -362,14 +374,29 @@ def open_run(
             _refuse_foreign(path)
         held = lock(path, now)
         try:
-            if not new:
-                fill(path)
-            return _opened(path, recipe, drawn, accepted, held)
+            if new or not fill(path):
+                return _opened(path, recipe, drawn, accepted, held)
+            try:
+                return _opened(path, recipe, drawn, accepted, held, recipe.checkpoint.remote)
+            except StateMismatch as error:
+                _remove_restored(path)
+                raise StateMismatch(
+                    error.given,
+                    allowed="one run for each checkpoint.remote",
+                    do=f"give another checkpoint.remote, or {add_option('accept_recipe_change')} to continue that run",
+                    id=error.id,
+                ) from None
         except BaseException:
             held.release()
             raise
     except OSError as error:
         raise _cannot_create(wanted, error) from None
+
+
+def _remove_restored(path: Path) -> None:
+    for entry in path.iterdir():
+        if not _is_leftover(entry):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted: Collection[str] = ()) -> State:
@@ -395,7 +422,15 @@ def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted:
         raise _cannot_create(path, error) from None
 
 
-def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collection[str], held: FolderLock) -> RunFolder:
+def _opened(
+    path: Path,
+    recipe: Any,
+    drawn: Collection[str],
+    accepted: Collection[str],
+    held: FolderLock,
+    place: str | None = None,
+) -> RunFolder:
+    """Return the run in a locked folder; `place` is where it was restored from."""
     placed = _with(recipe, "run.dir", str(path))
     _refuse_foreign(path)
     _refuse_links(path)
@@ -419,7 +454,7 @@ def _opened(path: Path, recipe: Any, drawn: Collection[str], accepted: Collectio
     changed = drop_keys(changed, (*PLACES, *BATCH))
     unexplained = drop_keys(changed, LENGTH) if EXTEND in accepted else changed
     if unexplained and RECIPE_CHANGE not in accepted:
-        raise recipe_changed(f"the {'unfinished ' if before.result is None else ''}run in {path}", unexplained)
+        raise recipe_changed(f"the {'unfinished ' if before.result is None else ''}run in {place or path}", unexplained)
     placed = _longer(placed, before, accepted)
     for key in drawn:
         section, name = key.split(".")
