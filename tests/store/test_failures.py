@@ -24,7 +24,7 @@ ANSWERS = {
     "403 SignatureDoesNotMatch": ("denied", "does not belong"),
     "403 AccessDenied": ("denied", "lack the permission"),
     "404 NoSuchBucket": ("missing", "no bucket of this name"),
-    "507 InsufficientStorage": ("denied", "full"),
+    "403 QuotaExceeded": ("denied", "full"),
 }
 
 

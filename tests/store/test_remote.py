@@ -252,6 +252,7 @@ def test_a_launch_that_could_not_start_leaves_the_place_to_others(in_store: InSt
     fit(tmp_path / "second", in_store, train__seed=6)
 
 
+@pytest.mark.full
 def test_a_run_may_change_its_place_and_come_back(in_store: InStore, tmp_path: Path) -> None:
     fit(tmp_path / "alone", None)
     for stop, place in ((4, "a"), (3, "b"), (3, "a")):

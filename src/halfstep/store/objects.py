@@ -16,7 +16,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from halfstep.errors import StoreFailed
 from halfstep.store.address import StoreAddress, check_installed
@@ -82,7 +82,6 @@ class Store:
         # Two threads are enough for one stream of requests; by default there is one for each core.
         os.environ.setdefault("TOKIO_WORKER_THREADS", "2")
         import obstore
-        from obstore.store import from_url
 
         self.address, self.patience = address, patience
         self._obstore = obstore
@@ -95,18 +94,24 @@ class Store:
             "max_backoff": timedelta(seconds=min(LONGEST_PAUSE, patience / 8)),
             "base": 2,
         }
+        retries = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience / 2), "backoff": pauses}
+        # The parts of a large upload are repeated by the library; `_patiently` repeats everything else.
+        self._store = self._opened(retries)
+        self._single = self._opened({**retries, "max_retries": 0})
+        """For writes with a condition: repeated by the library, they would meet what they wrote."""
+
+    def _opened(self, retries: Any) -> Any:
+        from obstore.store import from_url
+
         endpoint = next((os.environ[name] for name in ENDPOINTS if name in os.environ), "")
+        options: Any = {
+            "timeout": timedelta(seconds=min(REQUEST, self.patience / 4)),
+            "connect_timeout": timedelta(seconds=min(5.0, self.patience / 4)),
+            "allow_http": endpoint.startswith("http://"),
+        }
         try:
-            self._store = from_url(
-                f"{address.scheme}://{address.bucket}",
-                client_options={
-                    "timeout": timedelta(seconds=min(REQUEST, patience / 4)),
-                    "connect_timeout": timedelta(seconds=min(5.0, patience / 4)),
-                    "allow_http": endpoint.startswith("http://"),
-                },
-                # The parts of a large upload are repeated by the library; `_patiently` repeats everything else.
-                retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=patience / 2), "backoff": pauses},
-            )
+            url = f"{self.address.scheme}://{self.address.bucket}"
+            return from_url(url, client_options=options, retry_config=retries)
         except Exception:
             raise self._failed(KINDS[SETTING], "") from None
 
@@ -187,10 +192,10 @@ class Store:
     def _conditional(self, key: str, content: bytes, mode: object) -> bool:
         def send() -> bool:
             try:
-                self._obstore.put(self._store, self._full(key), content, mode=mode, use_multipart=False)
+                self._obstore.put(self._single, self._full(key), content, mode=mode, use_multipart=False)
             except Exception as error:
                 # Our own earlier request may have been the one that succeeded: the content decides.
-                if self._holds(key, io.BytesIO(content)):
+                if _kind(error) not in ONCE and self._holds(key, io.BytesIO(content)):
                     return True
                 if _kind(error) == CHANGED:
                     return False
