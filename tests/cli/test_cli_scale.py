@@ -75,12 +75,16 @@ def test_the_least_sharding_that_fits_is_taken_and_says_why() -> None:
 
     rows = [costing(1, 3 << 40, False), costing(8, 1 << 30, True)]
     target = device_named("h100-80gb")
-    said = module.reason(rows, rows[1], target, "auto")
+    said = module.reason(rows, rows[1], target, "auto", StepSetting())
     assert said == (
         "hsdp 8×8: ddp would take 3.00 TiB; sharded over 8 ranks inside a node it is 1.00 GiB of 74.95 GiB that a rank "
         "can use"
     )
-    assert module.reason(rows[:1], None, target, "auto").startswith("none fits: ddp takes the least")
+    plain, reduced = StepSetting(batch=8), StepSetting(batch=1, recompute=True)
+    more, least = (module.reason(rows[:1], None, target, "auto", setting) for setting in (plain, reduced))
+    assert more.startswith("none fits: ddp takes the least")
+    assert more.endswith("; recompute activations or take a smaller batch or shard over more ranks")
+    assert least.endswith("a rank can use; shard over more ranks")
 
 
 def test_a_device_without_known_links_has_bytes_and_no_seconds() -> None:

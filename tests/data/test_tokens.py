@@ -153,6 +153,18 @@ def test_what_is_no_text_is_left_out_with_its_name(tmp_path: Path) -> None:
     assert texts["bad.jsonl#0"] == "good line of text"
 
 
+@pytest.mark.wording
+def test_json_that_is_read_as_text_is_noted_and_a_missing_field_named(corpus: Path, tmp_path: Path) -> None:
+    rows = [{"content": sentence(number), "id": number} for number in range(40)]
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    report = write_tokens([tmp_path / "list.json", corpus], "train:400", tmp_path / "out")
+    assert "such as list.json" in report.notes[0]
+    assert not write_tokens([corpus], "train:400", tmp_path / "plain").notes
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(BadData, match="no field text, but content, id"):
+        write_tokens([tmp_path / "rows.jsonl"], "train:400", tmp_path / "rows")
+
+
 def test_a_share_is_held_out_of_the_documents_with_text(tmp_path: Path) -> None:
     folder = tmp_path / "mixed"
     folder.mkdir()
@@ -225,6 +237,11 @@ def test_wrong_words_are_refused(corpus: Path, written: TokensReport, tmp_path: 
             write_tokens([corpus], tokenizer, tmp_path / "out")
     with pytest.raises(BadData):
         open_tokenizer(written.folder, "<eot>")
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(BadData) as refused:
+        open_tokenizer(tmp_path / "older")
+    assert "save_pretrained" in refused.value.do
     with pytest.raises(BadData):
         documents_in([tmp_path / "nothing.txt"])
     (tmp_path / "a.txt.gz").write_bytes(b"\x1f\x8b")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import halfstep
 from halfstep.cli.main import build
@@ -139,6 +139,29 @@ def test_positions_and_targets_of_documents_in_one_window() -> None:
     assert mask.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
 
+SLIDING = {
+    "mistral": {},  # all layers
+    "gemma2": {"head_dim": 8},  # some layers, and attention that adds its mask
+    "gemma3_text": {"head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("kind", SLIDING)
+def test_a_window_longer_than_the_reach_of_attention_is_computed_as_transformers_does(kind: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = AutoConfig.for_model(
+        kind, vocab_size=128, num_key_value_heads=2, sliding_window=4, **sizes, **ends, **SLIDING[kind]
+    )
+    language = AutoModelForCausalLM.from_config(config).eval()
+    model = LanguageModel(language)
+    check_model(model, 128, 0)
+    rows = torch.randint(1, 128, (2, 25))
+    ours = model(rows[:, :-1], rows[:, 1:], torch.arange(24).expand(2, -1))
+    theirs = language(input_ids=rows, labels=rows, use_cache=False).loss
+    assert (ours / 48).item() == pytest.approx(theirs.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_document_is_computed_as_if_it_were_alone(kind: str) -> None:
     task = text(**TYPES[kind])
@@ -175,6 +198,13 @@ def test_a_planted_leak_between_documents_is_refused_before_the_first_step() -> 
     assert check_model(model, 512, 0) == []
     with pytest.raises(WrongUse) as refused:
         check_model(Leaky(model.language), 512, 0)
+    assert refused.value.id == "documents-attend"
+
+
+def test_a_model_without_a_mask_of_attention_is_refused() -> None:
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1, vocab_size=128, state_size=4)
+    with pytest.raises(WrongUse) as refused:
+        check_model(LanguageModel(AutoModelForCausalLM.from_config(config)), 128, 0)
     assert refused.value.id == "documents-attend"
 
 

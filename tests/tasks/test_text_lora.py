@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,49 @@ def test_names_that_match_nothing_are_refused(base: Path, adapter: dict[str, Any
     with pytest.raises(BadRecipe) as refused:
         adapted(base, **adapter).model()
     assert "base_layer" not in str(refused.value)  # the base's names, not peft's
+
+
+def test_all_linear_is_every_matrix_but_the_head(base: Path) -> None:
+    model = adapted(base, targets=["all-linear"]).model()
+    names = {path.rpartition(".")[2] for path, part in model.named_modules() if hasattr(part, "lora_A")}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.wording
+def test_the_layers_of_gpt2_are_named(tmp_path: Path) -> None:
+    task = made("text", model={"type": "gpt2"}, data=DATA)
+    task.write_folder(task.model(), tmp_path / "gpt2")
+    with pytest.raises(BadRecipe, match="c_attn") as refused:
+        adapted(tmp_path / "gpt2").model()
+    assert refused.value.do.startswith("write model.adapter.targets=[c_attn, ")
+    model = adapted(tmp_path / "gpt2", targets=["c_attn"]).model().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    whole = adapters.merged(model, model.inner.config)
+    rows = torch.randint(1, 500, (1, 16))
+    with adapters.computing(model), torch.no_grad():
+        found, expected = (one.logits(rows, torch.arange(16)[None]).float() for one in (whole, model))
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+def test_a_base_that_transformers_has_downloaded(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "hub" / "models--someone--small" / "snapshots" / "0123"
+    shutil.copytree(base, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    given = settings(base, tmp_path / "run", "model.base=someone/small", "train.steps=2", "schedule.warmup_steps=1")
+    halfstep.fit("text_lora", settings=[*given, "model.download=true"], quiet=True)
+    assert json.loads((tmp_path / "run" / "task.json").read_text())["base"] == adapters.base_fingerprint(str(base))
+    assert halfstep.load(tmp_path / "run").predict("def ").values["text"] is not None
+    content = bytearray((snapshot / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (snapshot / "model.safetensors").write_bytes(content)
+    with pytest.raises(BadData):
+        halfstep.load(tmp_path / "run")
 
 
 @pytest.mark.wording

@@ -35,7 +35,7 @@ from halfstep.draw.notebook import ShownAsPage
 from halfstep.errors import BadData, FolderTaken, StorageFailed, WrongUse, require
 from halfstep.files import cache_folder, making_folder, storing
 from halfstep.json_data import JsonResult
-from halfstep.numbers import size
+from halfstep.numbers import several, size
 from halfstep.page import Column, Page, Paragraph, Span, Table
 from halfstep.printable import in_line
 from halfstep.status_line import OnProgress
@@ -51,6 +51,8 @@ PIECE = 2**20
 """Characters that are tokenized at a time: a document may be larger than the memory."""
 BATCH = 64
 """Pieces that are tokenized together, in parallel."""
+OLDER = ("tokenizer.model", "vocab.json")
+"""Files of tokenizers that transformers converts to a tokenizer.json."""
 END = "<|endoftext|>"
 """The end token of a tokenizer that is trained here."""
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -179,7 +181,7 @@ def _line_reader(path: Path, start: int, length: int) -> Callable[[], Iterator[s
         found = json.loads(line)
         text = found.get("text") if isinstance(found, dict) else found
         if not isinstance(text, str):
-            raise ValueError("no field text")
+            raise ValueError("no field text" + (f", but {', '.join(found)}" if isinstance(found, dict) else ""))
         return _cut(text)
 
     return read
@@ -200,18 +202,21 @@ def _pieces(path: Path) -> Iterator[str]:
         yield held
 
 
+_JSON = re.compile(r'\s*(\[\s*)?\{\s*"')
+"""The beginning of JSON with objects."""
 _LINE_START = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S\r)(?=\n\S)")
 """A place where a text can be cut without another tokenization of its parts."""
 
 
 def _cut(text: str) -> Iterator[str]:
     """Yield a text in pieces of about `PIECE` characters, cut at the beginning of a line."""
-    while len(text) > 2 * PIECE:
-        found = _LINE_START.search(text, PIECE, 2 * PIECE)
-        at = found.start() if found else PIECE
-        yield text[:at]
-        text = text[at:]
-    yield text
+    start = 0
+    while len(text) - start > 2 * PIECE:
+        found = _LINE_START.search(text, start + PIECE, start + 2 * PIECE)
+        at = found.start() if found else start + PIECE
+        yield text[start:at]
+        start = at
+    yield text[start:]
 
 
 # -- tokenizers -------------------------------------------------------------------------------------------------------
@@ -243,10 +248,14 @@ def read_tokenizer(place: str | Path) -> Any:
     path = path / TOKENIZER if path.is_dir() else path
     package = _package()
     if not path.is_file():
+        older = any((path.parent / name).is_file() for name in OLDER)
+        write = f"A.from_pretrained('{path.parent}').save_pretrained('{path.parent}')"
         raise BadData(
             f"there is no tokenizer at {path}",
             allowed="a tokenizer.json, a folder that has one, or train:4096",
-            do="write --tokenizer train:4096, or give the file of the base that you will train",
+            do=f'write it: python -c "from transformers import AutoTokenizer as A; {write}"'
+            if older
+            else "write --tokenizer train:4096, or give the file of the base that you will train",
         )
     try:
         tokenizer = package.Tokenizer.from_file(str(path))
@@ -334,8 +343,7 @@ def write_tokens(
         )
     if not asked:
         opened = open_tokenizer(tokenizer, end)
-    documents, left_out = _with_text(documents_in(places, separator))
-    notes = []
+    documents, left_out, notes = _with_text(documents_in(places, separator))
     if len(documents) == 1:
         documents = _halved(documents[0], val)
         notes.append(f"one document: its last {val:.0%} is held out; --separator TEXT divides it into documents")
@@ -360,25 +368,36 @@ def write_tokens(
     return TokensReport(out, index.vocabulary, name, index.dtype, index.train, index.val, tuple(left_out), tuple(notes))
 
 
-def _with_text(documents: Sequence[Document]) -> tuple[list[Document], list[LeftOut]]:
-    """Return the documents with text, of which a share is held out, and the others; raise BadData where none has."""
-    found, left_out = [], []
+def _with_text(documents: Sequence[Document]) -> tuple[list[Document], list[LeftOut], list[str]]:
+    """Return the documents with text, of which a share is held out, the others, and notes.
+
+    Raise BadData where none has text.
+    """
+    found, left_out, json_text = list[Document](), list[LeftOut](), list[str]()
     for document in documents:
         try:
             pieces = document.pieces()
-            if next(pieces, "").strip() or next(pieces, ""):
+            first = next(pieces, "")
+            if first.strip() or next(pieces, ""):
                 found.append(document)
             else:
                 left_out.append(LeftOut(document.name, "empty"))
+            if "#" not in document.name and _JSON.match(first):
+                json_text.append(document.name)
         except (OSError, ValueError) as error:
             left_out.append(LeftOut(document.name, _why(error)))
     if not found:
         raise BadData(
             f"no document has text; {left_out[0].name}: {left_out[0].reason}",
-            allowed="text in UTF-8",
-            do="add documents, or convert them: iconv -f latin1 -t utf-8 FILE",
+            allowed="text in UTF-8; in a .jsonl file, lines with a field text",
+            do="add documents, rename the field, or convert them: iconv -f latin1 -t utf-8 FILE",
         )
-    return found, left_out
+    notes = [
+        f"{several(len(json_text), 'file')} of JSON read as plain text, such as {name}; where a file ends with .jsonl, "
+        "the field text of each line is a document"
+        for name in json_text[:1]
+    ]
+    return found, left_out, notes
 
 
 def _refuse_taken(out: Path) -> None:

@@ -256,17 +256,18 @@ class Text(Task):
             self._read()
 
     def _with_adapter(self) -> LanguageModel:
-        options = self.recipe.model
-        config = None
-        if options.base != NO_BASE:
-            if self._base:
-                adapters.refuse_other_base(options.base, self._base)
-            self._base = adapters.base_fingerprint(options.base)
-            self._fits(building.base_config(options.base, options.download))
-        else:
+        options, device = self.recipe.model, device_of(self.recipe.train.device)
+        if options.base == NO_BASE:
             self._known()
-            config = self._new_config()
-        return adapters.with_adapter(options, config, device_of(self.recipe.train.device))
+            return adapters.with_adapter(options, self._new_config(), device)
+        is_here = bool(adapters.base_files(options.base))
+        if is_here:
+            self._base = adapters.base_fingerprint(options.base, self._base)
+        self._fits(building.base_config(options.base, options.download))
+        model = adapters.with_adapter(options, None, device)
+        if not is_here:  # downloaded by now
+            self._base = adapters.base_fingerprint(options.base, self._base)
+        return model
 
     def _new_config(self) -> Any:
         options, length = self.recipe.model, self.recipe.data.length

@@ -82,7 +82,7 @@ def scale_report(
         setting=setting,
         samples=ledger.samples * setting.microbatches * world,
         taken=taken,
-        reason=reason(rows, taken, target, options.sharding),
+        reason=reason(rows, taken, target, options.sharding, setting),
         layouts=tuple(rows),
         links=links,
         notes=(*_notes(rows, links, target), *ledger.notes, MODELED),
@@ -170,14 +170,19 @@ def _sharded(counted: RankCounts, ledger: Ledger, average: int) -> dict[str, int
     }
 
 
-def reason(rows: Sequence[LayoutCost], taken: LayoutCost | None, target: Target, sharding: str) -> str:
+def reason(
+    rows: Sequence[LayoutCost], taken: LayoutCost | None, target: Target, sharding: str, setting: StepSetting
+) -> str:
     """Return in a sentence why this layout is the one to take."""
     usable = size(target.usable)
     if taken is None:
         least = min(rows, key=lambda row: row.peak)
+        ways = [] if setting.recompute else ["recompute activations"]
+        ways += ["take a smaller batch"] if (setting.batch or 0) > 1 else []
+        ways.append("shard over more ranks")
         return (
-            f"none fits: {least.name} takes the least, {size(least.peak)} of {usable} that a rank can "
-            "use; recompute activations or take a smaller batch"
+            f"none fits: {least.name} takes the least, {size(least.peak)} of {usable} that a rank can use; "
+            f"{' or '.join(ways)}"
         )
     needs, layout = f"{size(taken.peak)} of {usable} that a rank can use", taken.layout
     if sharding != AUTO:

@@ -27,7 +27,7 @@ class AdapterOptions(Section):
     alpha: Annotated[PositiveFloat | None, Also("lora_alpha")] = None
     """Their product is multiplied by alpha over rank; twice the rank if left out."""
     targets: Annotated[list[str], Also("target_modules", "lora_target_modules")] = ["q_proj", "v_proj"]  # noqa: RUF012
-    """Names of the layers that get an adapter."""
+    """Names of the layers that get an adapter; `[all-linear]` for all matrices but the head."""
     also_train: Annotated[list[str], Also("modules_to_save")] = []  # noqa: RUF012
     """Layers that are trained whole, such as lm_head or embed_tokens."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0), Also("lora_dropout")] = 0.0

@@ -28,6 +28,8 @@ from halfstep.tasks.options.text import NO_BASE, QUANTIZED
 
 ADAPTER = "default"
 """The name that peft gives the first adapter."""
+ALL_LINEAR = "all-linear"
+"""peft's word for all matrices but the head."""
 MERGE_ROUNDING = 0.001
 """Held-out loss for each token that rounding the merged weights to 16 bits may cost (0.1 % of the perplexity)."""
 MOST_WHOLE = 2**30
@@ -52,7 +54,7 @@ def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageMod
         r=adapter.rank,
         lora_alpha=adapter.alpha or 2 * adapter.rank,
         lora_dropout=adapter.dropout,
-        target_modules=list(adapter.targets),
+        target_modules=ALL_LINEAR if adapter.targets == [ALL_LINEAR] else list(adapter.targets),
         modules_to_save=list(adapter.also_train) or None,
         task_type="CAUSAL_LM",
     )
@@ -64,8 +66,8 @@ def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageMod
     except ValueError as error:
         raise BadRecipe(
             f"model.adapter.targets={adapter.targets}: {str(error)[:200]}",
-            allowed=f"names of its layers: {names}",
-            do="write model.adapter.targets=[q_proj, v_proj], or others of these",
+            allowed=f"names of its layers: {', '.join(names)}; or {ALL_LINEAR}, all but the head",
+            do=f"write model.adapter.targets=[{', '.join(names[:2])}], or others of these",
         ) from error
     _refuse_unmatched(wrapped, adapter, names)
     store_trained_in_fp32(wrapped)
@@ -98,21 +100,24 @@ def _not_a_cast(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
-def _layer_names(language: nn.Module) -> str:
-    found = (name.rpartition(".")[2] for name, part in language.named_modules() if isinstance(part, nn.Linear))
-    return ", ".join(dict.fromkeys(found))
+def _layer_names(language: nn.Module) -> list[str]:
+    from transformers.pytorch_utils import Conv1D
+
+    layers = (nn.Linear, Conv1D)
+    found = (name.rpartition(".")[2] for name, part in language.named_modules() if isinstance(part, layers))
+    return list(dict.fromkeys(found))
 
 
-def _refuse_unmatched(language: nn.Module, adapter: Any, known: str) -> None:
+def _refuse_unmatched(language: nn.Module, adapter: Any, known: list[str]) -> None:
     """Raise `BadRecipe` for a name that no layer has: peft is content with one that matches."""
     parts = (name.rpartition(".") for name, _ in language.named_modules())
     paths = [path for path, _, part in parts if part in ("lora_A", "modules_to_save")]
     for setting, names in (("targets", adapter.targets), ("also_train", adapter.also_train)):
         lost = [name for name in names if not any(path.endswith(name) for path in paths)]
-        if lost:
+        if lost and names != [ALL_LINEAR]:
             raise BadRecipe(
                 f"model.adapter.{setting}: no layer is called {', '.join(lost)}",
-                allowed=f"names of its layers: {known}",
+                allowed=f"names of its layers: {', '.join(known)}",
                 do=f"leave {lost[0]} out, or correct it",
             )
 
@@ -201,31 +206,30 @@ def base_files(name: str) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name == "config.json" or path.suffix == ".safetensors")
 
 
-def base_fingerprint(name: str) -> str:
-    """Return 16 hex digits of the files of a base."""
+def base_fingerprint(name: str, known: str = "") -> str:
+    """Return 16 hex digits of the files of a base; of one of the hub, once transformers has downloaded it.
+
+    Raise `BadData` where they are not those that are `known`.
+    """
     total = sha256()
-    for path in base_files(name):
+    for path in base_files(name) or base_files(_downloaded(name)):
         length = path.stat().st_size
         total.update(f"{path.name} {length} ".encode())
         total.update(content_digest(path, block_starts(length, length <= MOST_WHOLE)).encode())
-    return total.hexdigest()[:16]
-
-
-def refuse_other_base(name: str, fingerprint: str) -> None:
-    """Raise `BadData` where a base is not the one that an adapter was trained on."""
-    if not base_files(name):
+    now = total.hexdigest()[:16]
+    if known and now != known:
         raise BadData(
-            f"the base {name} is not there, and the run holds the adapter alone",
-            allowed="the folder of the base that it was trained on",
-            do=f"put the base back at {name}",
-        )
-    now = base_fingerprint(name)
-    if now != fingerprint:
-        raise BadData(
-            f"the base {name} has changed since the run: {now}, then {fingerprint}",
+            f"the base {name} has changed since the run: {now}, then {known}",
             allowed="the base that the adapter was trained on",
             do=f"put the original base back at {name}",
         )
+    return now
+
+
+def _downloaded(name: str) -> str:
+    from transformers.utils import cached_file
+
+    return os.path.dirname(str(cached_file(name, "config.json", local_files_only=True)))
 
 
 # -- merging ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.errors import WrongUse
+from halfstep.errors import WrongUse, in_one_line
 from halfstep.precision.precision import widen
 
 IGNORED = -100
@@ -58,13 +58,37 @@ class LanguageModel(nn.Module):
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the outputs of the last layer, before the logits."""
-        found: Tensor = self.inner.base_model(**_inputs(tokens, positions))[0]
+        found: Tensor = self.inner.base_model(**self._inputs(tokens, positions))[0]
         return found
 
     def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the logits of all positions, as the model itself computes them."""
-        found: Tensor = self.inner(**_inputs(tokens, positions)).logits
+        found: Tensor = self.inner(**self._inputs(tokens, positions)).logits
         return found
+
+    def _inputs(self, tokens: Tensor, positions: Tensor) -> dict[str, Any]:
+        return {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "attention_mask": self._mask(positions),
+            "use_cache": False,
+        }
+
+    def _mask(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return the mask of all layers, or one for each kind; transformers uses a mask of four axes unchanged."""
+        config = self.inner.config
+        reach = getattr(config, "sliding_window", None)
+        whole = self._as_attended(attention_mask(positions))
+        if reach is None or reach >= positions.shape[1]:
+            return whole
+        near = self._as_attended(attention_mask(positions, reach))
+        return {"full_attention": whole, "sliding_attention": near} if getattr(config, "layer_types", None) else near
+
+    def _as_attended(self, mask: Tensor) -> Tensor:
+        # Plain attention adds its mask to the scores.
+        if self.inner.config._attn_implementation != "eager":
+            return mask
+        return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min)
 
     def activation_blocks(self) -> Iterator[nn.Module]:
         """Yield the layers, whose activations can be computed again in backward."""
@@ -79,23 +103,14 @@ def _trained_alone(module: nn.Module, state: dict[str, Any], prefix: str, _metad
         del state[name]
 
 
-def _inputs(tokens: Tensor, positions: Tensor) -> dict[str, Any]:
-    return {
-        "input_ids": tokens,
-        "position_ids": positions,
-        "attention_mask": attention_mask(positions),
-        "use_cache": False,
-    }
-
-
-def attention_mask(positions: Tensor) -> Tensor:
+def attention_mask(positions: Tensor, reach: int | None = None) -> Tensor:
     """Return a mask, batch × 1 × length × length, that is true where a token sees another: before it, in its document.
 
-    Positions start again with each document.
+    Positions start again with each document. With `reach`, a token sees so many tokens, of which it is the last.
     """
     documents = (positions == 0).cumsum(1)
-    same = documents.unsqueeze(2) == documents.unsqueeze(1)
-    return same.tril().unsqueeze(1)
+    same = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()
+    return (same if reach is None else same.triu(1 - reach)).unsqueeze(1)
 
 
 def summed_loss(
@@ -146,23 +161,39 @@ def check_model(model: LanguageModel, vocabulary: int, end: int) -> list[str]:
         tokens[:, CHECKED // 2 :] = tokens[0, CHECKED // 2 :]
         tokens[:, CHECKED // 2 - 1] = end
         positions = (torch.arange(CHECKED) % (CHECKED // 2)).expand(2, -1)
-        hidden = model.hidden(tokens.to(device), positions.to(device))
+        hidden = _hidden(model, tokens.to(device), positions.to(device))
         first, second = widen(hidden[:, CHECKED // 2 :]).unbind()
         if not torch.allclose(first, second, rtol=1e-3, atol=1e-3 * float(first.abs().max())):
-            raise WrongUse(
-                f"{type(model.inner).__name__} lets a document see the one before it in the same window",
-                allowed="models that respect a mask of attention of batch × 1 × length × length",
-                do="take another architecture, or one document for each window",
-                id="documents-attend",
-            )
+            raise _refusal(model, "lets a document see the one before it in the same window")
         whole = widen(model.logits(tokens.to(device), positions.to(device)))
         ours = widen(model.inner.get_output_embeddings()(hidden))
-        model.plain_head = torch.allclose(ours, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max()))
+        # A cap changes large logits alone, and these may be small.
+        capped = getattr(model.inner.config, "final_logit_softcapping", None) is not None
+        close = torch.allclose(ours, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max()))
+        model.plain_head = close and not capped
     finally:
         model.train(training)
     if model.plain_head:
         return []
     return [f"{type(model.inner).__name__} changes its logits after the output layer: the loss takes them whole"]
+
+
+def _hidden(model: LanguageModel, tokens: Tensor, positions: Tensor) -> Tensor:
+    try:
+        return model.hidden(tokens, positions)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:  # one that expects a mask of batch × length, or none
+        raise _refusal(model, f"cannot keep the documents of a window apart ({in_one_line(error)[:120]})") from error
+
+
+def _refusal(model: LanguageModel, why: str) -> WrongUse:
+    return WrongUse(
+        f"{type(model.inner).__name__} {why}",
+        allowed="models that respect a mask of attention of batch × 1 × length × length",
+        do="take another architecture",
+        id="documents-attend",
+    )
 
 
 FARTHEST = 1e-3
