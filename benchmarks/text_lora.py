@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,25 +63,23 @@ def trained(given: list[str], run: Path, base_format: str, updates: int) -> dict
         halfstep.fit("text_lora", settings=[*given, f"run.dir={run}"])
     task = task_of(run, None)
     assert isinstance(task, Text)
-    fresh = task.model()
-    before = digest_of_base(fresh)
-    held_out = task._held_out_loss(fresh)
+    before = digest_of_base(task.model())
     loaded = halfstep.load(run)
-    found = task._held_out_loss(loaded.model)
     many = sum(p.numel() for p in loaded.model.parameters() if p.requires_grad)
     checkpoint = max((run / "checkpoints").iterdir())
+    merge = merged(run, run.with_name(f"{base_format}-merged"))
     return {
         "base_format": base_format,
         "updates": updates,
         "base_untouched": digest_of_base(loaded.model) == before,
         "trained_parameters": many,
         "trained_share": many / 134_515_008,
-        "perplexity_before": math.exp(held_out),
-        "perplexity_after": math.exp(found),
-        "falls_by": 1.0 - math.exp(found - held_out),
+        "perplexity_before": math.exp(merge["loss"]["base"]),
+        "perplexity_after": math.exp(merge["loss"]["adapter"]),
+        "falls_by": 1.0 - math.exp(merge["loss"]["adapter"] - merge["loss"]["base"]),
         "checkpoint_bytes": sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()),
         "seconds": json.loads((run / "result.json").read_text())["seconds"],
-        "merge": merge(run, run.with_name(f"{base_format}-merged")),
+        "merge": merge,
     }
 
 
@@ -120,20 +119,29 @@ def applied(run: Path) -> int:
     return sum(event["event"] == "step" for event in read_events(journal)) if journal.exists() else 0
 
 
-def merge(run: Path, out: Path) -> dict[str, Any]:
-    if out.exists():
-        return {"folder": str(out)}
-    try:
-        return {"lines": halfstep.export(run, out, merge=True).lines}
-    except HalfstepError as refused:
-        return {"refused": refused.given}
+def merged(run: Path, out: Path) -> dict[str, Any]:
+    """Merge, or be refused; the held-out losses as `halfstep export --merge` prints them."""
+    record = out.with_suffix(".json")
+    if not record.exists():
+        try:
+            said, refused = " ".join(halfstep.export(run, out, merge=True).lines), False
+        except HalfstepError as error:
+            said, refused = error.given, True
+        losses = re.findall(r"\d+\.\d+", said[said.index("held-out loss:") :])
+        loss = dict(zip(("base", "adapter", "merged"), map(float, losses), strict=True))
+        changed = math.exp(loss["merged"] - loss["adapter"]) - 1.0
+        record.write_text(
+            json.dumps({"said": said, "refused": refused, "loss": loss, "perplexity_changes_by": changed})
+        )
+    found: dict[str, Any] = json.loads(record.read_text())
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--formats", default="bf16,int8,nf4")
-    parser.add_argument("--killed", type=int, default=8, help="updates of the run that is killed")
+    parser.add_argument("--killed", type=int, default=8, help="updates of the run that is killed; 0: no such run")
     parser.add_argument("--out", type=Path, default=Path("runs/text_lora"))
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     given = parser.parse_args()
@@ -149,7 +157,7 @@ def main() -> None:
         found[name] = {
             **trained(long, given.out / name, name, updates),
             "memory": memory(long),
-            "killed": killed(short, given.out / f"{name}-killed"),
+            **({"killed": killed(short, given.out / f"{name}-killed")} if given.killed else {}),
         }
         print(json.dumps(found[name], indent=1), flush=True)
     print(in_words(here), busy(here))

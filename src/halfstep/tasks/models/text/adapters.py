@@ -62,6 +62,8 @@ def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageMod
         with warnings.catch_warnings():
             # A tied head that is trained becomes a separate matrix, which `merged` respects.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            # peft sets it as the layers of GPT-2 need it.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
             wrapped = get_peft_model(language, settings)
     except ValueError as error:
         raise BadRecipe(
