@@ -119,6 +119,13 @@ def test_text_that_spells_the_end_token_ends_nothing(tmp_path: Path) -> None:
         assert all("<|endoftext|>" in text for text in texts_of(report.folder, split).values())
 
 
+@pytest.mark.wording
+def test_an_end_token_that_is_a_word_of_the_text_is_noted(corpus: Path, written: TokensReport, tmp_path: Path) -> None:
+    report = write_tokens([corpus], str(written.folder), tmp_path / "out", end="a")
+    assert any("end token a" in note for note in report.notes)
+    assert not written.notes
+
+
 def test_one_file_is_divided_by_a_separator_or_by_its_end(tmp_path: Path) -> None:
     stories = [sentence(number) for number in range(30)]
     (tmp_path / "stories.txt").write_text("<|endoftext|>\n".join(stories))

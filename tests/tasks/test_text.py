@@ -264,6 +264,16 @@ def test_text_is_greedy_or_sampled_by_the_seed() -> None:
     assert task.prompt("").tolist() == [0]
 
 
+def test_the_space_before_new_text_is_kept() -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    task = text()
+    task._tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
+    assert task._decoded([0, 1], [2, 0]) == " c a"
+    assert task._decoded([], [2, 0]) == "c a"
+
+
 @pytest.mark.parametrize(("kind", "new_tokens", "most"), [("llama", 4, 4), ("gpt2", 100, 31)])
 def test_a_prompt_longer_than_the_window_is_cut_from_its_beginning(kind: str, new_tokens: int, most: int) -> None:
     task = text(type=kind, new_tokens=new_tokens)

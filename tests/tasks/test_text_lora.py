@@ -281,10 +281,11 @@ def test_the_adapter_is_what_peft_loads(run: Path, base: Path, tmp_path: Path) -
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     theirs = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
     ours = halfstep.load(run, precision="fp32").model
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
     rows = torch.randint(1, 500, (1, 16))
     with torch.no_grad():
         expected = theirs(rows).logits
-        found = ours.float().logits(rows, torch.arange(16)[None])
+        found = ours.logits(rows, torch.arange(16)[None])
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
@@ -323,6 +324,19 @@ def test_merged_and_unmerged_compute_the_same(base: Path, base_format: str) -> N
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     with model.language.disable_adapter():
         assert task._held_out_loss(model) != pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_a_merge_unties_a_head_with_an_adapter(base: Path, target: str) -> None:
+    task = adapted(base, "fp32", targets=[target])
+    model = task.model().eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    whole = adapters.merged(model, model.inner.config)
+    assert task._held_out_loss(whole) == pytest.approx(task._held_out_loss(model), rel=1e-5)
 
 
 def test_the_rule_of_a_merge() -> None:

@@ -118,7 +118,9 @@ def _tokens(
         )
     with progress("tokenizing", "documents") as on_progress:
         report = write_tokens(places, tokenizer, out, val=val, end=end, separator=separator, on_progress=on_progress)
-    following = shlex.join(["halfstep", "train", "text_small", "--data_dir", str(out)])
+    is_base = (Path(tokenizer).expanduser() / "config.json").is_file()
+    recipe = ["text_lora", "--base", tokenizer] if is_base else ["text_small"]
+    following = shlex.join(["halfstep", "train", *recipe, "--data_dir", str(out)])
     more = Paragraph(f"next: {in_line(following)}", wrap=False)
     show_result({**report.as_dict(), "next": following}, report.page().followed_by(more), json)
 

@@ -226,11 +226,14 @@ class TokenWriter:
         self._names = (folder / f"{split}.names.jsonl").open("w", encoding="utf-8")
         self._ends = (folder / f"{split}.documents.bin").open("wb")
         self.documents = self.tokens = self.bytes = 0
+        self.inner_ends = 0
+        """End tokens inside a document."""
 
     def add(self, tokens: list[int], text_bytes: int) -> None:
         """Add tokens of the present document."""
         self._write(np.asarray(tokens, self._dtype))
         self.bytes += text_bytes
+        self.inner_ends += tokens.count(self._end)
 
     def end_document(self, name: str) -> None:
         """End the present document with the end token, and give it a name."""

@@ -361,10 +361,14 @@ def write_tokens(
         ),
         making_folder(out) as draft,
     ):
-        left_out += _write(documents, held, opened, draft, on_progress)
+        failed, inner_ends = _write(documents, held, opened, draft, on_progress)
+        left_out += failed
         index = read_index(draft)
         _refuse_empty(index, left_out, out)
     name = opened.tokenizer.id_to_token(opened.end)
+    if inner_ends:
+        many = several(inner_ends, "document")
+        notes.append(f"{many} more in a run: the text itself has the end token {name}; --end TOKEN names another")
     return TokensReport(out, index.vocabulary, name, index.dtype, index.train, index.val, tuple(left_out), tuple(notes))
 
 
@@ -438,7 +442,8 @@ def _halved(document: Document, val: float) -> list[Document]:
 
 def _write(
     documents: Sequence[Document], held: set[int], opened: EndedTokenizer, folder: Path, on_progress: OnProgress
-) -> list[LeftOut]:
+) -> tuple[list[LeftOut], int]:
+    """Write all documents; return those that are left out, and how often the end token is inside a document."""
     tokenizer, end = opened
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
@@ -467,7 +472,7 @@ def _write(
     own, held_out = train.close(), val.close()
     digest = sha256_of(folder / TOKENIZER)
     TokenIndex(VERSION, dtype, vocabulary, end, digest, own, held_out).write(folder)  # type: ignore[arg-type]
-    return left_out
+    return left_out, train.inner_ends + val.inner_ends
 
 
 class _Piece(NamedTuple):

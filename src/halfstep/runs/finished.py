@@ -100,6 +100,7 @@ def open_finished(folder: Path, *, weights: str, precision: str | None, own: typ
         reapply_remedies(model, remedies)
         precision = remedies.precision
     choice = choose_precision(precision or recipe.precision, device=device, fallback=not recipe.train.strict)
+    task.store_frozen(model, choice.precision)
     if choice.precision.changes_model:
         choice.precision.prepare(model, device)
     return Finished(folder, task, model.eval(), choice, device, recipe, path)

@@ -104,10 +104,16 @@ class Text(Task):
         language.config.use_cache = False
         return LanguageModel(language)
 
+    def store_frozen(self, model: nn.Module, precision: Precision) -> list[str]:
+        """Store the base of an adapter in fp32 where the run computes in fp32."""
+        assert isinstance(model, LanguageModel)
+        return adapters.store_base(model, self.recipe.model, precision) if model.has_adapter else []
+
     def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = no_progress) -> list[str]:
         """Check that documents do not see each other, and how logits are computed."""
         assert isinstance(model, LanguageModel)
-        lines = adapters.ready(model, self.recipe.model, precision) if model.has_adapter else []
+        lines = self.store_frozen(model, precision)
+        lines += adapters.parts_in_lines(model, self.recipe.model, precision) if model.has_adapter else []
         with precision.inference(next(model.parameters()).device):
             return [*lines, *check_model(model, self._vocabulary, self._end)]
 
@@ -186,8 +192,13 @@ class Text(Task):
             )
         written = found[0, prompt.shape[1] :].tolist()
         ended = bool(written) and written[-1] == self._end
-        text = self._tokenizer.decode(written[:-1] if ended else written)
+        text = self._decoded(prompt[0].tolist(), written[:-1] if ended else written)
         return Prediction(values={"text": text, "tokens": len(written), "ended": ended})
+
+    def _decoded(self, prompt: list[int], written: list[int]) -> str:
+        """Return new tokens as text; many tokenizers write no space before the first token that they decode."""
+        before, whole = (self._tokenizer.decode(tokens) for tokens in (prompt, [*prompt, *written]))
+        return str(whole[len(before) :] if whole.startswith(before) else self._tokenizer.decode(written))
 
     def write_folder(self, model: nn.Module, folder: Path, merge: bool = False) -> list[str]:
         """Write the model and its tokenizer as a folder that transformers loads, and compare what it loads."""

@@ -120,6 +120,13 @@ class Task(ABC):
     def model(self) -> nn.Module:
         """Return the model, with random or `pretrained` weights by `recipe.model.weights`; the loop loads files."""
 
+    def store_frozen(self, model: nn.Module, precision: Precision) -> list[str]:
+        """Store frozen weights in a format that this precision computes with; return lines about it.
+
+        A task whose `ready` calls this trains and predicts with the same weights.
+        """
+        return []
+
     def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = no_progress) -> list[str]:
         """Do one-time measurements and computations with the model on its device; return lines for the run's start.
 

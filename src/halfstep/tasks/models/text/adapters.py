@@ -98,7 +98,7 @@ def _how(base_format: str, device: torch.device) -> dict[str, Any]:
 
 
 def _not_a_cast(record: logging.LogRecord) -> bool:
-    """Drop the line that bitsandbytes logs for each product of an int8 base; `ready` says it once."""
+    """Drop the line that bitsandbytes logs for each product of an int8 base; `parts_in_lines` says it once."""
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
@@ -172,26 +172,29 @@ def table(rows: Iterable[PartRow]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
-def ready(model: LanguageModel, options: Any, precision: Precision) -> list[str]:
-    """Fit the base to the precision of the run, and return the table of parts.
+def store_base(model: LanguageModel, options: Any, precision: Precision) -> list[str]:
+    """Store a base in 16 bits in fp32 where the run computes in fp32; return a line about it.
 
-    Raise `BadRecipe` where the base is quantized and the run computes in fp32.
+    Raise `BadRecipe` where the base is quantized.
     """
-    lines = []
-    if precision.narrow is None:
-        if options.base_format in QUANTIZED:
-            raise BadRecipe(
-                f"model.base_format={options.base_format} in {precision.name}",
-                allowed="bf16, which bitsandbytes computes in",
-                do="write precision=bf16, and train.strict=true where the device emulates it",
-            )
-        wide = [p for p in model.parameters() if not p.requires_grad and is_narrow(p.dtype)]
-        for parameter in wide:
-            parameter.data = parameter.data.float()
-        if wide:
-            lines.append(f"the base is stored in fp32: the run computes in {precision.name}")
+    if precision.narrow is not None:
+        return []
+    if options.base_format in QUANTIZED:
+        raise BadRecipe(
+            f"model.base_format={options.base_format} in {precision.name}",
+            allowed="bf16, which bitsandbytes computes in",
+            do="write precision=bf16, and train.strict=true where the device emulates it",
+        )
+    wide = [p for p in model.parameters() if not p.requires_grad and is_narrow(p.dtype)]
+    for parameter in wide:
+        parameter.data = parameter.data.float()
+    return [f"the base is stored in fp32: the run computes in {precision.name}"] if wide else []
+
+
+def parts_in_lines(model: LanguageModel, options: Any, precision: Precision) -> list[str]:
+    """Return the table of parts, and the number of parameters that are trained."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    lines += [*table(parts_of(model, precision)), f"{trained:,} parameters are trained"]
+    lines = [*table(parts_of(model, precision)), f"{trained:,} parameters are trained"]
     if options.base_format == "int8":
         lines.append("bitsandbytes casts the inputs of its int8 products to fp16 (up to 65,504), then to int8")
     return lines
@@ -246,8 +249,9 @@ def merged(model: LanguageModel, config: Any) -> LanguageModel:
     inner = model.inner
     ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
     config = copy.deepcopy(config)
-    # One of two tied layers that was trained whole is no longer the other one.
-    config.tie_word_embeddings = config.tie_word_embeddings and not any(hasattr(e, "modules_to_save") for e in ends)
+    # One of two tied layers that is trained whole, or has an adapter, is no longer the other one.
+    changed = any(hasattr(end, part) for end in ends for part in ("modules_to_save", "base_layer"))
+    config.tie_word_embeddings = config.tie_word_embeddings and not changed
     plain = building.new_model(config)
     for name, parameter in plain.named_parameters():
         path, _, leaf = name.rpartition(".")
