@@ -134,6 +134,21 @@ def test_a_damaged_checkpoint_is_skipped_and_named(in_store: InStore, tmp_path: 
     assert in_store("audit")["torn"] == [], "retention does not count the damaged one"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("place", ["first", "second"])
+def test_a_damaged_owner_is_refused_until_it_is_removed(in_store: InStore, tmp_path: Path, place: str) -> None:
+    interrupted(tmp_path / "first", in_store)
+    newest = local(generations_in(in_store)[0])
+    in_store("damage", key="OWNER.json", how="flipped")
+    with pytest.raises(FolderTaken) as caught:
+        fit(tmp_path / place, in_store)
+    assert f"remove {in_store.address}/OWNER.json" in caught.value.do
+    in_store("delete", key="OWNER.json")
+    fit(tmp_path / place, in_store)
+    assert events(tmp_path / place / "run", "start")[1]["resumed"]["checkpoint"] == newest
+    assert in_store("audit")["torn"] == []
+
+
 def test_a_run_is_not_restarted_where_no_checkpoint_is_intact(in_store: InStore, tmp_path: Path) -> None:
     interrupted(tmp_path / "first", in_store)
     for one in generations_in(in_store):

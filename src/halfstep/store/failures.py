@@ -31,7 +31,7 @@ KINDS = {
     UNREACHABLE: Failure(
         UNREACHABLE,
         "cannot be reached: the store does not answer, or answers with errors",
-        "check the name of the bucket, the network and AWS_ENDPOINT_URL, and try again",
+        "check the name of the bucket, the network, AWS_ENDPOINT_URL and proxy variables such as HTTPS_PROXY",
     ),
     DENIED: Failure(DENIED, "is refused: the credentials are missing, expired or lack the permission", _KEYS),
     MISSING: Failure(MISSING, "does not exist", _BUCKET),
@@ -87,6 +87,11 @@ _CODES = {
         "is refused: AWS_SECRET_ACCESS_KEY does not belong to AWS_ACCESS_KEY_ID",
         "set both again",
     ),
+    "AccessDenied": Failure(
+        DENIED,
+        "is refused: the credentials lack the permission",
+        "give them Get, Put, Delete and List for the bucket; for samples, Get and List",
+    ),
     "NoSuchBucket": Failure(MISSING, "does not exist: the store has no bucket of this name", _BUCKET),
     "AuthorizationHeaderMalformed": _REGION,
     "PermanentRedirect": _REGION,
@@ -97,6 +102,22 @@ _CODES = {
     "RequestTimeout": KINDS[UNREACHABLE],
 }
 """Codes in answers of S3: the texts of answers are not passed on."""
+_NETWORK = "check AWS_ENDPOINT_URL, the network and proxy variables such as HTTPS_PROXY, and try again"
+_CONNECTIONS = {
+    "dns error": Failure(UNREACHABLE, "cannot be reached: the name of its server is not known", _NETWORK),
+    "ConnectionRefused": Failure(UNREACHABLE, "cannot be reached: nothing listens at the port of its server", _NETWORK),
+    "InvalidCertificate": Failure(
+        REFUSED,
+        "cannot be reached: the certificate of its server is not trusted",
+        "name the file of the authority that signed it in SSL_CERT_FILE",
+    ),
+    "InvalidContentType": Failure(
+        REFUSED,
+        "cannot be reached: its server does not speak TLS at this port",
+        "write http:// in AWS_ENDPOINT_URL, or give the port for https://",
+    ),
+}
+"""Failures of a connection, by a word in the error of the library."""
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
 # 409: another request for the key is in progress, perhaps an earlier one of ours; 501: a header that it does not know.
@@ -122,6 +143,9 @@ def failure_in(error: Exception) -> Failure:
         return KINDS[ODD_KEY]
     found = _STATUS.search(text)
     if found is None:
+        for word, failure in _CONNECTIONS.items():
+            if word in text:
+                return failure
         return KINDS[MISSING if isinstance(error, FileNotFoundError) else UNREACHABLE]
     code, status = _CODE.search(text), int(found[1])
     if code is not None and code[1] in _CODES:

@@ -318,10 +318,13 @@ class Store:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _failed(self, failure: Failure, key: str) -> StoreFailed:
+        do = failure.do or f"halfstep doctor {self.address}"
+        if "AWS_" in do and self.address.scheme != "s3":
+            do = f"check the variables that obstore reads for {self.address.scheme}://"
         return StoreFailed(
             f"{self.address.scheme}://{self.address.bucket}/{self._full(key)} {failure.words}",
             allowed="a store that can be reached, read and written",
-            do=failure.do or f"halfstep doctor {self.address}",
+            do=do,
             kind=failure.kind,
         )
 

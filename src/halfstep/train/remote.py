@@ -97,9 +97,8 @@ class Remote:
             found = Restored.of(self._process.call(f"{GENERATIONS}:restore", request))
         except StoreFailed as failure:
             shutil.rmtree(draft, ignore_errors=True)
-            if failure.kind == DAMAGED:
-                raise NoCheckpoint(failure.given, allowed=failure.allowed, do=failure.do) from None
-            raise
+            kind = {DAMAGED: NoCheckpoint, TAKEN: FolderTaken}.get(failure.kind)
+            raise kind(failure.given, allowed=failure.allowed, do=failure.do) if kind else failure from None
         self._known, self._skipped = found.known, list(found.skipped)
         self._notes += [(f"{self.address}/{key} is skipped: {why}", "warning") for key, why in found.skipped.items()]
         if found.name is not None:

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple, TypedDict
 
 from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.errors import StoreFailed
-from halfstep.files import LARGEST_JSON, flush, strict_json, write_json, write_text
+from halfstep.files import LARGEST_JSON, flush, storing, strict_json, write_json, write_text
 from halfstep.journal.jsonl import JOURNAL, LOG, parts_of
 from halfstep.store.address import parse_address
 from halfstep.store.failures import CHANGED, MISSING, SHORT
@@ -244,11 +244,13 @@ def _refuse_others(store: Store, owner: Owner, known: Known) -> None:
         raise _taken(store, f"is ahead of this folder: another machine trained this run to step {newest.attempt:,}")
 
 
-def _taken(store: Store, what: str) -> StoreFailed:
+def _taken(
+    store: Store, what: str, do: str = "to continue the run in the store, start in an empty folder"
+) -> StoreFailed:
     return StoreFailed(
         f"{store.address} {what}",
         allowed="one run for each address, and one launch of it at a time",
-        do=f"give checkpoint.remote={store.address}-2; or, to continue the run in the store, start in an empty folder",
+        do=f"give checkpoint.remote={store.address}-2; or, {do}",
         kind=TAKEN,
     )
 
@@ -269,7 +271,8 @@ def read_owner(store: Store) -> tuple[Owner | None, str]:
             raise
         return None, ""
     except (Damaged, KeyError, TypeError):
-        raise _taken(store, f"has an {OWNER} that halfstep did not write, or that is damaged") from None
+        again = f"if no other run is there, remove {store.address}/{OWNER}: the same command writes it again"
+        raise _taken(store, f"has an {OWNER} that halfstep did not write, or that is damaged", again) from None
 
 
 def _write_owner(store: Store, owner: Owner, tag: str, conditional: bool) -> bool:
@@ -514,7 +517,10 @@ def restore(request: RestoreRequest) -> dict[str, object]:
     for one in found:
         try:
             commit = read_commit(store, one)
-            _download(store, one, commit, folder / RESTORING)
+            needed = sum(seal.size for seal in (*commit.files.values(), *commit.blocks))
+            room, do = f"a disk with room for {needed:,} bytes", "make room there, or give run.dir on another disk"
+            with storing(f"{one.name} cannot be restored into {folder}", allowed=room, do=do):
+                _download(store, one, commit, folder / RESTORING)
         except Damaged as damage:
             skipped[one.key] = str(damage)
             continue
