@@ -442,7 +442,7 @@ class KeyedDataset(Dataset[ReadSample]):
         self.too_slow: dict[int, str] = {}
         """Samples that a worker did not get done with, and the reason: they are as bad as unreadable ones."""
         self.begin: Callable[[int], None] | None = None
-        """In a worker: called with the number of each sample before it is read."""
+        """In a worker: called with the number of each sample before its files are read ahead, and before it is read."""
         self.change_of: Callable[[int], str] = never_changed
         """Called with the number of each sample after it was read: how its files have changed under the run."""
 

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from halfstep.errors import StoreFailed
 from halfstep.numbers import several
 from halfstep.page import Command, Page, Pairs, Paragraph, Span, Text
-from halfstep.store.address import StoreAddress
+from halfstep.store.address import StoreAddress, parse_address
 from halfstep.store.failures import NO_RANGES
 from halfstep.store.objects import ObjectFacts, Store
 
@@ -69,11 +69,13 @@ class StoreReport:
         if self.clock_skew is not None:
             text = f"{self.clock_skew:+.0f} s"
             rows.append(("clock of the store", Span(text, "warn") if abs(self.clock_skew) > SKEW else text))
-        rows.append(("unfinished uploads", "not visible to this client; they cost money until a rule removes them:"))
-        bucket = self.address.partition("://")[2].partition("/")[0]
+        rules: tuple[Command, ...] = ()
+        if self.objects is not None and self.address.startswith("s3"):
+            rows.append(("unfinished uploads", "not visible to this client, and cost money until a rule removes them:"))
+            bucket = parse_address(self.address, "ADDRESS").bucket
+            rules = (Command(f"aws s3api list-multipart-uploads --bucket {bucket}"), Command(_rule(bucket)))
         verdict = Span("checkpoints can be kept here", "good") if self.problem is None else Span(self.problem, "bad")
         blocks = [Paragraph(verdict), *([Paragraph(f"do: {self.do}", indent=True)] if self.problem else [])]
-        rules = (Command(f"aws s3api list-multipart-uploads --bucket {bucket}"), Command(_rule(bucket)))
         return Page(f"store {self.address}", (*blocks, Pairs(tuple(rows), gap=True), *rules))
 
 
