@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -60,31 +61,35 @@ class Run(NamedTuple):
 
 
 def by_precision(rank: int, kind: str, in_fp8: bool) -> Run:
-    """Train in a precision of halfstep, change it and change it back, with a step that is skipped."""
     from halfstep.step import float8_gather
 
     possible = float8_gather._can_gather
     float8_gather._can_gather = possible if in_fp8 else lambda *_: False
     try:
-        model = sharded_model()
-        stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-2), precision=precision_named(kind))
-        batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))
-        losses, gathered, evaluated = [], [], []
-        for number, precision in enumerate([kind, kind, "bf16", kind, kind]):
-            if precision != stepper.precision.name:
-                stepper.change_precision(precision)
-            losses.append(stepper.step(mse, batch).loss)
-            gathered.append(stepper.gathered_bytes)
-            assert not stepper.step(mse, batch * float("nan")).applied
-            with stepper.evaluating():
-                evaluated += [float(mse(model, batch)) for _ in range(1 + number % 2)]
-        tensors = [distributed.local(each) for each in model.state_dict().values()]
-        observed = stepper.observed
-        fp8 = 0.0 if observed is None else float(sum(observed.fp8.values()))
-        plain = all(type(each) is torch.Tensor and each.dtype is torch.float32 for each in tensors)
-        return Run(losses, gathered, evaluated, weights_of(model).tolist(), fp8, list(converted_layers(model)), plain)
+        return trained_by_precision(rank, kind)
     finally:
         float8_gather._can_gather = possible
+
+
+def trained_by_precision(rank: int, kind: str) -> Run:
+    """Train in a precision of halfstep, change it and change it back, with a step that is skipped."""
+    model = sharded_model()
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-2), precision=precision_named(kind))
+    batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))
+    losses, gathered, evaluated = [], [], []
+    for number, precision in enumerate([kind, kind, "bf16", kind, kind]):
+        if precision != stepper.precision.name:
+            stepper.change_precision(precision)
+        losses.append(stepper.step(mse, batch).loss)
+        gathered.append(stepper.gathered_bytes)
+        assert not stepper.step(mse, batch * float("nan")).applied
+        with stepper.evaluating():
+            evaluated += [float(mse(model, batch)) for _ in range(1 + number % 2)]
+    tensors = [distributed.local(each) for each in model.state_dict().values()]
+    observed = stepper.observed
+    fp8 = 0.0 if observed is None else float(sum(observed.fp8.values()))
+    plain = all(type(each) is torch.Tensor and each.dtype is torch.float32 for each in tensors)
+    return Run(losses, gathered, evaluated, weights_of(model).tolist(), fp8, list(converted_layers(model)), plain)
 
 
 def trained(rank: int, in_fp8: bool) -> tuple[int | None, list[float], bool, list[float], float]:
@@ -136,6 +141,32 @@ def test_a_precision_gathers_in_fp8_with_the_bits_of_a_gather_in_bf16(two: Ranks
         assert one.plain
         shares = [a / b for a, b in zip(one.gathered, other.gathered, strict=True) if a is not None and b is not None]
         assert shares == pytest.approx([0.505, 0.505, 1.0, 0.505, 0.505], abs=0.01)
+
+
+def with_other_private_classes(rank: int, missing: bool) -> tuple[Run, list[str]]:
+    """Train where FSDP2's module is not there, or calls its extension in another way."""
+    from halfstep.step import float8_gather, stepper_base
+
+    module, emitted = "halfstep.step.float8_gather", list[str]()
+    emit, pre = stepper_base.StepperBase._emit, float8_gather._Float8Weight.fsdp_pre_all_gather
+    stepper_base.StepperBase._emit = lambda _, found: emitted.extend(each.id for each in found)  # type: ignore[method-assign]
+    try:
+        if missing:
+            sys.modules[module] = None  # type: ignore[assignment]
+        else:
+            float8_gather._Float8Weight.fsdp_pre_all_gather = lambda _, mesh, size: ((), None)  # type: ignore[assignment]
+        return trained_by_precision(rank, "fp8"), emitted
+    finally:
+        sys.modules[module], stepper_base.StepperBase._emit = float8_gather, emit  # type: ignore[method-assign]
+        float8_gather._Float8Weight.fsdp_pre_all_gather = pre  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("missing", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_an_unknown_fsdp_gathers_in_bf16_and_says_so(two: Ranks, missing: bool) -> None:
+    wide, found = two(by_precision, "fp8", False), two(with_other_private_classes, missing)
+    for one, (other, emitted) in zip(wide, found, strict=True):
+        assert other == one
+        assert set(emitted) == {"fp8.gather"}
 
 
 @pytest.mark.full

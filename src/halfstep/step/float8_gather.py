@@ -64,6 +64,10 @@ class _Float8Weight:
     def scale_by(self, amax: Tensor) -> None:
         self._scale, self._version = amax_to_scale(amax, self._format), self.version
 
+    def forget_scale(self) -> None:
+        """Compute the scale again before the next gather."""
+        self._version = -1
+
     @property
     def _format(self) -> torch.dtype:
         format: torch.dtype = self.layer.config.cast_config_weight.target_dtype
@@ -96,8 +100,11 @@ class _Float8Weight:
 
 
 def gather_in_fp8(groups: Iterable[Any], largest: Largest) -> list[_Float8Weight]:
-    """Have FSDP2 gather the weights of fp8 layers in fp8 from now on; return these weights."""
-    found = []
+    """Have FSDP2 gather the weights of fp8 layers in fp8 from now on; return these weights.
+
+    Raises an error before anything is changed where FSDP2 has other private classes than this was written for.
+    """
+    found = list[_Float8Weight]()
     for group in groups:
         for param in group.fsdp_params:
             if isinstance(param, _GatheredInFp8):
@@ -106,8 +113,25 @@ def gather_in_fp8(groups: Iterable[Any], largest: Largest) -> list[_Float8Weight
                 param._weight, param._in_fp8 = _Float8Weight(group, param, largest), False
                 param._extensions_data = ExtensionsData()
                 param.__class__ = _GatheredInFp8
+                if not found:
+                    _check_sent(param)
                 found.append(param._weight)
     return found
+
+
+def _check_sent(param: Any) -> None:
+    """Ask FSDP2 for what it would send of a parameter; restore its class and raise if that is not fp8."""
+    weight = param._weight
+    try:
+        weight.scale_by(weight.amax())  # of this shard alone: nothing is sent here
+        formats = [each.dtype for each in param.all_gather_inputs]
+        if formats != [torch.uint8]:
+            raise TypeError(f"FSDP2 sends {formats} in place of fp8")
+    except BaseException:
+        param.__class__ = FSDPParam
+        raise
+    finally:
+        weight.forget_scale()
 
 
 def _can_gather(group: Any, param: Any) -> bool:

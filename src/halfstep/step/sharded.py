@@ -13,10 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from halfstep import distributed
-from halfstep.errors import WrongUse
+from halfstep.errors import WrongUse, in_one_line
+from halfstep.finding import Finding
 from halfstep.precision.conversion import converted_layers
 from halfstep.precision.island import islands
 from halfstep.precision.names import FP8
@@ -153,10 +155,18 @@ class Sharded(Synchronizer):
         """Computes the scales of weights that are gathered in fp8, with one collective instead of one in each gather.
         """
         if FP8 in converted_layers(self.model).values():
+            self._gather_in_fp8()
+
+    def _gather_in_fp8(self) -> None:
+        try:
             from halfstep.step.float8_gather import compute_scales, gather_in_fp8
 
             weights = gather_in_fp8(self._groups, self._ranks.largest)
-            self._scale_weights = lambda _: compute_scales(weights, self._ranks.largest)
+        except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as error:
+            # Private classes of torch and torchao. In bf16 the products have the same bits.
+            self.findings = (_gathered_in_bf16(error),)
+            return
+        self._scale_weights = lambda _: compute_scales(weights, self._ranks.largest)
 
     # -- a window -----------------------------------------------------------------------------------------------
 
@@ -287,6 +297,16 @@ class Sharded(Synchronizer):
         # A forward pass outside of a step leaves the root's parameters gathered; so does a failed one.
         if not all(group.is_sharded for group in self._groups):
             self.abandon()
+
+
+def _gathered_in_bf16(error: Exception) -> Finding:
+    return Finding(
+        "fp8.gather",
+        "note",
+        f"weights of fp8 layers are gathered in bf16, in twice the bytes: FSDP2 of torch {torch.__version__} cannot "
+        f"send them in fp8 ({in_one_line(error)})",
+        "nothing, the results are the same; torch 2.11 to 2.15 with torchao 0.18 can",
+    )
 
 
 def _backward_from(output: Any) -> None:

@@ -195,6 +195,7 @@ class Stepper(StepperBase):
         if self.ema is not None:
             self.ema.follow()
         self._synchronizer = self._synchronizer.follow()
+        self._emit(self._synchronizer.findings)
         if self.weights is not None:
             self.weights.share(self.ranks)
         self._tracker.look()

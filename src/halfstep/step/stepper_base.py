@@ -149,6 +149,7 @@ class StepperBase:
         self._synchronizer = synchronizer(
             model, optimizers=len(self._slots), ddp=ddp or {}, ranks=self.ranks, narrow=self.weights is not None
         )
+        self._emit(self._synchronizer.findings)
         if self.weights is not None:
             self.weights.share(self.ranks)
         self._agreement, self._together = Agreement(self.ranks, len(self._slots)), Together(self.ranks)

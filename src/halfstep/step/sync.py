@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from halfstep.errors import WrongUse
+from halfstep.finding import Finding
 from halfstep.step.optimizer_slot import Gradients
 
 LossFunction = Callable[[Any, Any], Any]
@@ -28,6 +29,8 @@ class Synchronizer(ABC):
 
     backward_goes_everywhere: bool = False
     """Whether backward cannot be restricted to some parameters, so that unwanted gradients are cleared."""
+    findings: Sequence[Finding] = ()
+    """What to report about how ranks are synchronized."""
     needs_rebuild: bool = False
     """Whether `complete` left something that all ranks have to rebuild together."""
 
