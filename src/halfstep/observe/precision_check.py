@@ -139,7 +139,9 @@ def _by_format(seen: Observation) -> str:
     return ", ".join(f"{name} {share(part / total)}" for name, part in seen.flops.items())
 
 
-_FP8 = ("fp8", "mxfp8", "float8_")
+def is_fp8(name: str) -> bool:
+    """Return whether a format of counted work is an 8-bit one."""
+    return name.startswith(("fp8", "mxfp8", "float8_"))
 
 
 class WorkByFormat:
@@ -187,7 +189,7 @@ class WorkByFormat:
         if found == FP32.name and (operation.widened or has_no_narrow_kernel(operation)):
             return
         # autocast never casts to fp8, so the model has asked for it by name.
-        if found.startswith(_FP8):
+        if is_fp8(found):
             self._fp8[found] += work
             return
         self._flops[found] += work

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from halfstep.formats import FP8_E4M3, Format
 from halfstep.precision.hardware import ability, describe, present
-from halfstep.precision.island import islands, lift_island
+from halfstep.precision.island import count_change, is_island, islands, lift_island
 
 MULTIPLES = {"fp8": 16, "fp8-rowwise": 16, "fp8-rowwise-gw-hp": 16, "mxfp8": 32}
 """The kinds of conversion, with the number that both dimensions of a weight must be a multiple of."""
@@ -78,7 +78,7 @@ def eligible_layers(
         reason = _not_converted(module, weight, kind, tied=used[id(weight)] > 1)
         if any(path == island or path.startswith(f"{island}.") or not island for island in wide):
             reason = "it is in an fp32 island"
-        inputs, outputs = weight[0].numel(), len(weight)
+        inputs, outputs = weight.shape[1:].numel(), weight.shape[0]
         found.append(LayerRow(path, inputs, outputs, "" if reason else kind, reason, (rows or {}).get(path)))
     work = [(row.rows or 0) * row.inputs * row.outputs for row in found]
     if not sum(work):
@@ -88,7 +88,7 @@ def eligible_layers(
 
 def _not_converted(module: nn.Module, weight: Tensor, kind: str, *, tied: bool) -> str:
     if _base(type(module)) is not nn.Linear and not hasattr(module, _MARK):
-        return f"a {type(module).__name__} is not a plain Linear"
+        return f"{type(module).__name__} is not a plain Linear"
     if not kind:
         return "the policy leaves it out"
     if tied:
@@ -127,12 +127,25 @@ def _weights(module: nn.Module) -> Iterable[Tensor]:
 # -- conversion -------------------------------------------------------------------------------------------------------
 
 
+class _Conversion(NamedTuple):
+    """What a converted layer was made from."""
+
+    kind: str
+    attributes: tuple[str, ...]
+    """The names of those that it did not have."""
+    own: type
+    """Its class before."""
+    device: torch.device
+    """The device whose kernels it was converted for."""
+
+
 def convert_layers(model: nn.Module, kinds: Mapping[str, str]) -> None:
     """Convert the layers at these paths, each to its kind; on a device without fp8 it is emulated."""
     if not kinds:
         return
     from halfstep.precision.float8_layers import computing_in
 
+    count_change()
     emulated: dict[tuple[torch.device, str], bool] = {}
     for path, kind in kinds.items():
         layer: Any = model.get_submodule(path)
@@ -143,7 +156,7 @@ def convert_layers(model: nn.Module, kinds: Mapping[str, str]) -> None:
         own = type(layer)
         layer.__class__ = converted if own is nn.Linear else _sharded(own, converted)  # type: ignore[arg-type]  # a class can be hashed
         vars(layer).update(attributes)
-        setattr(layer, _MARK, (kind, tuple(attributes), own))
+        setattr(layer, _MARK, _Conversion(kind, tuple(attributes), own, layer.weight.device))
 
 
 def _base(own: type) -> type:
@@ -167,11 +180,28 @@ def _is_emulated(device: torch.device, kind: str) -> bool:
 
 def restore_layers(model: nn.Module) -> None:
     """Undo `convert_layers`."""
-    for module in model.modules():
-        if hasattr(module, _MARK):
-            _, attributes, module.__class__ = vars(module).pop(_MARK)
-            for name in attributes:
-                del vars(module)[name]
+    for module in own_conversions(model):
+        mark: _Conversion = vars(module).pop(_MARK)
+        module.__class__ = mark.own
+        for name in mark.attributes:
+            del vars(module)[name]
+        count_change()
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Undo `convert_layers` inside the context."""
+    before = [
+        (layer, type(layer), {name: vars(layer)[name] for name in (_MARK, *vars(layer)[_MARK].attributes)})
+        for layer in own_conversions(model)
+    ]
+    restore_layers(model)
+    try:
+        yield
+    finally:
+        for layer, converted, attributes in before:
+            layer.__class__ = converted
+            vars(layer).update(attributes)
 
 
 def undo_policy(model: nn.Module) -> None:
@@ -186,7 +216,7 @@ def converted_layers(model: nn.Module) -> dict[str, str]:
     """Return the kind of each converted layer by path; of one that a user converted, the class."""
     found = {path: module for path, module in model.named_modules() if is_converted(module)}
     return {
-        path.replace("_orig_mod.", ""): vars(module).get(_MARK, [_class_of(module)])[0]
+        path.replace("_orig_mod.", ""): vars(module)[_MARK].kind if _MARK in vars(module) else _class_of(module)
         for path, module in found.items()
     }
 
@@ -213,6 +243,14 @@ def format_in(module: nn.Module, format: Format) -> Format:
 def is_changed(model: nn.Module) -> bool:
     """Return whether a precision has converted layers of a model, or made islands of some."""
     return any(_MARK in vars(module) or PLACED in vars(module) for module in model.modules())
+
+
+def changed_parts(model: nn.Module) -> tuple[dict[str, str], list[str]]:
+    """Return the kinds of the layers that were converted for their device, and the islands that a policy has made."""
+    named = list(model.named_modules())
+    marks = {path: vars(module)[_MARK] for path, module in named if _MARK in vars(module)}
+    kinds = {path: mark.kind for path, mark in marks.items() if model.get_submodule(path).weight.device == mark.device}
+    return kinds, sorted(path for path, module in named if PLACED in vars(module) and is_island(module))
 
 
 def own_conversions(model: nn.Module) -> list[nn.Module]:

@@ -13,6 +13,8 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear, _to_mxfp8_then_scaled_mm
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
+from halfstep.errors import WrongUse
+
 BLOCK = 32
 """The elements of an mxfp8 block, along every dimension that a product sums over."""
 _RECIPES = {"fp8": "tensorwise", "fp8-rowwise": "rowwise", "fp8-rowwise-gw-hp": "rowwise_with_gw_hp"}
@@ -22,6 +24,24 @@ def _as_autocast(input: Tensor) -> Tensor:
     """Return the input in the format of autocast, as a linear layer gets it: torchao only asks for CUDA's."""
     kind = input.device.type
     return input.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else input
+
+
+class _FirstDerivatives(torch.autograd.Function):
+    """The identity; refuses gradients of gradients, which torchao computes as zeros or not at all."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise WrongUse(
+                "create_graph=True, for gradients of gradients, with a layer in fp8",
+                allowed="first derivatives of layers in fp8",
+                do="leave these layers out by a policy: precision={'default': 'fp8', 'critic': 'bf16'}",
+            )
+        return gradients[0]
 
 
 class Float8Layer(Float8Linear):
@@ -34,7 +54,8 @@ class Float8Layer(Float8Linear):
         # Autocast would round the emulation's own products.
         with torch.autocast(given.device.type, enabled=False):
             output: Tensor = super().forward(given)
-        return output
+        checked: Tensor = _FirstDerivatives.apply(output)
+        return checked
 
 
 class Mxfp8Layer(MXFP8Linear):
@@ -45,13 +66,15 @@ class Mxfp8Layer(MXFP8Linear):
         if not given.numel():
             return nn.Linear.forward(self, input)
         rows = given.reshape(-1, given.shape[-1])
-        filled = functional.pad(rows, (0, 0, 0, -len(rows) % BLOCK))
+        filled = functional.pad(rows, (0, 0, 0, -len(rows) % BLOCK)).contiguous()
+        weight = self.weight.to(given.dtype).contiguous()
         with torch.autocast(given.device.type, enabled=False):
             output: Tensor = _to_mxfp8_then_scaled_mm(
-                filled, self.weight.to(given.dtype), self.kernel_preference, self.scale_calculation_mode, False
+                filled, weight, self.kernel_preference, self.scale_calculation_mode, False
             )[: len(rows)]
             output = output if self.bias is None else output + self.bias.to(output.dtype)
-        return output.reshape(*given.shape[:-1], output.shape[-1])
+        checked: Tensor = _FirstDerivatives.apply(output.reshape(*given.shape[:-1], output.shape[-1]))
+        return checked
 
 
 def computing_in(kind: str, *, emulate: bool) -> tuple[type[nn.Linear], dict[str, Any]]:

@@ -14,7 +14,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -75,6 +75,20 @@ def unwatch() -> None:
         _watchers -= 1
 
 
+_changes = 0
+
+
+def count_change() -> None:
+    """Count a change of islands or of converted layers, in any model."""
+    global _changes
+    _changes += 1
+
+
+def changes() -> int:
+    """Return the number of these changes; until it grows, every model computes as its precision left it."""
+    return _changes
+
+
 # -- island -----------------------------------------------------------------------------------------------------------
 
 
@@ -106,7 +120,10 @@ def island(target: Any, *paths: str) -> Any:
     """
     if not isinstance(target, nn.Module):
         return _widened(target)
+    from halfstep.precision.conversion import restore_layers  # which imports this module
+
     for module in [target.get_submodule(path) for path in paths] or [target]:
+        restore_layers(module)
         _raise_island(module)
         module._halfstep_inside = bool(paths)  # type: ignore[assignment]
     return target
@@ -118,25 +135,31 @@ def lift_island(model: nn.Module, path: str) -> None:
     if isinstance(module, Island):
         module.__class__ = module._halfstep_original  # type: ignore[assignment]
         del module._halfstep_inside
+        count_change()
 
 
 @contextmanager
 def trial_island(model: nn.Module, *paths: str) -> Iterator[None]:
     """Make the modules at `paths` islands inside the context; existing islands stay."""
+    from halfstep.precision.conversion import restored  # which imports this module
+
     new = {path: module for path in paths if not is_island(module := model.get_submodule(path))}
     stored = [(tensor, tensor.data) for module in new.values() for tensor in (*module.parameters(), *module.buffers())]
-    try:
-        for path, module in new.items():
-            _raise_island(module)
-            module._halfstep_inside = bool(path)  # type: ignore[assignment]
-        yield
-    finally:
-        for path in new:
-            lift_island(model, path)
-        # Raising an island widened these; the old storage is restored itself, so no second rounding happens.
-        for tensor, data in stored:
-            if is_narrow(data.dtype):
-                tensor.data = data
+    with ExitStack() as active:
+        for module in new.values():
+            active.enter_context(restored(module))
+        try:
+            for path, module in new.items():
+                _raise_island(module)
+                module._halfstep_inside = bool(path)  # type: ignore[assignment]
+            yield
+        finally:
+            for path in new:
+                lift_island(model, path)
+            # Raising an island widened these; the old storage is restored itself, so no second rounding happens.
+            for tensor, data in stored:
+                if is_narrow(data.dtype):
+                    tensor.data = data
 
 
 def is_island(module: nn.Module) -> bool:

@@ -90,6 +90,12 @@ def read_precision(value: object) -> Named:
     """
     if is_policy(value):
         return _read_policy(value)
+    if isinstance(value, Mapping):
+        raise PrecisionRefused(
+            f"the policy {dict(value)} has no {DEFAULT!r}",
+            allowed="a precision for all modules, and others by pattern",
+            do=f"precision: {{{DEFAULT}: bf16, {', '.join(f'{key!r}: {name}' for key, name in value.items())}}}",
+        )
     word = _word_of(value)
     if word in _REFUSALS:
         raise _refusal(value, *_REFUSALS[word])

@@ -19,6 +19,7 @@ from halfstep.precision.conversion import (
     MULTIPLES,
     NEEDS_TORCHAO,
     PLACED,
+    changed_parts,
     convert_layers,
     eligible_layers,
     has_torchao,
@@ -33,9 +34,11 @@ WIDE = "fp32"
 def apply_policy(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) -> None:
     """Convert the layers of a model and make islands, as a precision asks for; undo those of the precision before.
 
-    Nothing is changed where it is refused.
+    Nothing is changed where it is refused, or where the model is as it should be.
     """
     placed = place(model, default, rules) if default or rules else Placed({}, ())
+    if (placed.kinds, sorted(placed.islands)) == changed_parts(model):
+        return
     if placed.kinds and not has_torchao():
         raise PrecisionRefused(
             f"fp8 without torchao: {NEEDS_TORCHAO}", allowed="fp8 by torchao", do="pip install 'halfstep[narrow]'"
@@ -83,10 +86,11 @@ def place(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) -> Plac
                 do=f"name the parts of {path} that are to stay in fp32, without {inner}",
             )
     kinds = {row.path: row.kind for row in table if row.kind and not _inside(row.path, outermost)}
-    if not kinds and any(name in MULTIPLES for name in names.values()):
+    asked = [name for name in (default, *names.values()) if name in MULTIPLES]
+    if asked and not kinds:
         why = "; ".join(f"{row.path}: {row.reason}" for row in table[:5]) or "the model has no weight matrix"
         raise PrecisionRefused(
-            f"no layer can be converted to {default or next(n for n in names.values() if n in MULTIPLES)}: {why}",
+            f"no layer can be converted to {asked[0]}: {why}",
             allowed="plain nn.Linear layers whose dimensions are multiples of 16, or of 32 for mxfp8",
             do="precision='bf16'",
         )

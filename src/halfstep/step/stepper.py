@@ -17,7 +17,7 @@ from torch import nn
 
 from halfstep.errors import WrongUse
 from halfstep.observe.precision_check import Watch
-from halfstep.precision.island import settle
+from halfstep.precision.island import changes, settle
 from halfstep.step import checks
 from halfstep.step.loss import ONLY, loss_and_aux
 from halfstep.step.objective import LocalFlags, Objective, Votes, refused_by, report_of
@@ -168,6 +168,8 @@ class Stepper(StepperBase):
         change = self._tracker.change()
         if change:
             self._follow()
+        elif self._prepared != changes():  # by an island, or by another Stepper over the same model
+            self._prepare()
         # Freezing and unfreezing, which GANs do in every step, changes neither the formats nor which tensors are
         # written. Nor does a module without tensors, such as a metric that is passed to the loss function now and then.
         if any(map(_has_tensors, came_or_left)) or change == MEMBERS or self._look_schedule.due(self.counts.applied):
@@ -186,6 +188,7 @@ class Stepper(StepperBase):
         """
         self.model_version += 1
         self._emit(checks.check(self.model, self.optimizers, self.ranks.size, narrow=self.weights is not None))
+        self._prepare()
         settle(self.model)
         if self.weights is not None:
             self.weights.compute_in(self.precision)

@@ -17,7 +17,7 @@ from halfstep.finding import Finding
 from halfstep.formats import FP32
 from halfstep.observe.precision_check import LookAgain, LookSchedule, Observation, Watch, may_look_again
 from halfstep.precision.conversion import converted_layers
-from halfstep.precision.island import islands, settle
+from halfstep.precision.island import changes, islands, settle
 from halfstep.precision.precision import Precision
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.step import checks
@@ -252,12 +252,17 @@ class StepperBase:
         self.choice, self.precision = choice, choice.precision
         self._emit(find_mistakes(self.model, self.precision))
         self.findings += [finding for finding in choice.findings if finding not in self.findings]
-        self.precision.prepare(self.model, self.device)
+        self._prepare()
         self._autocast, self._scope = self.precision.autocast(self.device), self.precision.scope(self.device)
         self._unseen, self._idle = set(self._slots), set(islands(self.model))
         # Wrapped around the real scope, and removed after one step, so that observing costs nothing afterwards.
         if self._observe:
             self._scope = self._watch(Watch)
+
+    def _prepare(self) -> None:
+        """Convert the layers of the model as the precision asks for, and no others."""
+        self.precision.prepare(self.model, self.device)
+        self._prepared = changes()
 
     def _watch(self, kind: type[Watch]) -> Watch:
         done, emit, memory = self._watched, self._emit, self._rollback

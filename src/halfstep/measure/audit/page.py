@@ -13,6 +13,7 @@ from halfstep.measure.audit.model_tree import ModuleFlops, model_tree
 from halfstep.measure.audit.report import IslandVerdict, ModuleRow, RangeOfValues
 from halfstep.numbers import several, share
 from halfstep.observe.lint.listener import Spotted
+from halfstep.observe.precision_check import is_fp8
 from halfstep.page import (
     Block,
     Column,
@@ -78,10 +79,14 @@ class Audit(JsonResult, ShownAsPage):
         if not self.rows and self.interrupted:
             return "interrupted before a step was seen"
         work = "all work is in islands" if self.island_share else "no matrix product or convolution was seen"
+        in_fp8 = sum(work for name, work in self.flops.items() if is_fp8(name))
+        if in_fp8:
+            work = f"{share(in_fp8 / sum(self.flops.values()))} of the work in fp8"
         if self.share is not None:
             outside = " outside islands" if self.island_share else ""
-            enough = f"of the work{outside} in {self.format} as asked"
-            work = f"{share(self.share)} {enough}" if self.share >= 0.9 else f"only {share(self.share)} {enough}"
+            enough = f"of the {'rest' if in_fp8 else 'work'}{outside} in {self.format} as asked"
+            others = f"{share(self.share)} {enough}" if self.share >= 0.9 else f"only {share(self.share)} {enough}"
+            work = f"{work}, {others}" if in_fp8 else others
         count = len(self.spotted)
         worst = sum(one.finding.severity == "error" for one in self.spotted)
         found = several(count, "finding") if count else "nothing found"
