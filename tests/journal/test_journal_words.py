@@ -133,6 +133,13 @@ def test_the_batch_line(sizes: tuple[int, ...], line: str) -> None:
         ("fp16", "fp16", "Mixed precision training: fp16 (float16), as asked for", "mp: 🚀 fp16"),
         ("bf16-mixed", "tf32", "Mixed precision training is off: tf32, asked for bf16-mixed", "mp: 📊 tf32"),
         ("fp32", "fp32", "Mixed precision training is off: fp32, as asked for", "mp: 📊 fp32"),
+        ("fp8", "fp8", "Mixed precision training: fp8 (bfloat16 and fp8), as asked for", "mp: 🚀 fp8"),
+        (
+            "fp32; up=mxfp8",
+            "fp32; up=mxfp8",
+            "Mixed precision training: fp32; up=mxfp8 (fp8), as asked for",
+            "mp: 🚀 fp32; up=mxfp8",
+        ),
     ],
 )
 def test_precision_asked_for_and_chosen(asked: str, chosen: str, line: str, sign: str) -> None:

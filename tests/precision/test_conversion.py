@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep import Stepper
-from halfstep.errors import PrecisionRefused, StateMismatch
+from halfstep.errors import PrecisionRefused, StateMismatch, WrongUse
 from halfstep.precision.conversion import converted_layers, count_rows, eligible_layers, restore_layers
-from halfstep.precision.island import is_island, island
+from halfstep.precision.island import is_island, island, lift_island, trial_island
 from halfstep.precision.names import FP8_KINDS, read_precision
 from halfstep.precision.policy import apply_policy, place
 from halfstep.precision.precision import precision_named
@@ -169,6 +169,29 @@ def _distance(got: Tensor, right: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", FP8_KINDS)
+def test_a_transposed_input_and_weight_give_the_same(kind: str) -> None:
+    x = torch.randn(WIDTH, 64)
+    layer = nn.Linear(64, 96)
+    turned = copy.deepcopy(layer)
+    turned.weight = nn.Parameter(layer.weight.detach().T.contiguous().T)
+    for each in (layer, turned):
+        apply_policy(each, kind, ())
+    assert torch.equal(turned(x.T), layer(x.T.contiguous()))
+
+
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_gradients_of_gradients_are_refused(kind: str) -> None:
+    def penalty(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        out = model(x).float().sum()
+        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + gradient.square().mean()
+
+    with pytest.raises(WrongUse):
+        stepper(kind).step(penalty, batch())
+
+
+@pytest.mark.parametrize("kind", FP8_KINDS)
 def test_a_conversion_keeps_the_layer_and_is_undone(kind: str) -> None:
     model = Model()
     layer = model.blocks[0].up
@@ -203,6 +226,49 @@ def test_one_change_of_precision_undoes_it_and_another_makes_it_again() -> None:
     assert run.step(loss_fn, batch()).applied
     run.change_precision("fp8")
     assert len(converted_layers(run.model)) == 5
+
+
+def test_an_island_of_a_converted_layer_is_in_fp32_until_it_is_lifted() -> None:
+    model = Model()
+    run = stepper("fp8", model)
+    run.step(loss_fn, batch())
+    x = batch(16)
+    exact = F.linear(x, model.head.weight, model.head.bias)
+    assert not torch.equal(model.head(x), exact)
+    with trial_island(model, "head"):
+        assert torch.equal(model.head(x), exact)
+    assert list(converted_layers(model))[-1] == "head"
+    island(model, "head")
+    assert torch.equal(model.head(x), exact)
+    run.step(loss_fn, batch())
+    assert len(converted_layers(model)) == 4
+    state = run.state_dict()
+    # A resumed run makes its islands before its Stepper.
+    other = Model()
+    island(other, "head")
+    stepper("fp8", other).load_state_dict(state)
+    lift_island(model, "head")
+    run.step(loss_fn, batch())
+    assert len(converted_layers(model)) == 5
+
+
+def test_a_layer_that_comes_later_is_converted() -> None:
+    model = Model()
+    run = stepper("fp8", model)
+    run.step(loss_fn, batch())
+    model.head = nn.Linear(WIDTH, 48)
+    run.optimizers["loss"].add_param_group({"params": list(model.head.parameters())})
+    run.step(loss_fn, batch())
+    assert converted_layers(model)["head"] == "fp8"
+
+
+def test_two_steppers_of_one_model_compute_each_in_its_precision() -> None:
+    model = Model()
+    runs = [stepper(name, model) for name in ("fp8", "bf16", "mxfp8")]
+    seen: list[set[str]] = []
+    for run in runs * 2:
+        run.step(lambda m, x: seen.append(set(converted_layers(m).values())) or loss_fn(m, x), batch())  # type: ignore[func-returns-value]
+    assert seen == [{"fp8"}, set(), {"mxfp8"}] * 2
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -304,6 +370,7 @@ def test_the_last_pattern_that_matches_counts() -> None:
         ({"blocks.*.up": "fp8", "blocks.*": "bf16"}, "never counts"),
         ({"blocks": "fp32", "blocks.0.up": "fp8"}, "inside of it"),
         ({"blocks.*": "fp16"}, "precision of 'blocks.*' is 'fp16'"),
+        ({"default": "fp8", "*": "bf16"}, "no layer can be converted to fp8"),
     ],
 )
 def test_a_pattern_without_effect_is_refused(rules: dict[str, str], words: str) -> None:
@@ -317,6 +384,12 @@ def test_a_policy_has_a_name_that_reads_back() -> None:
     named = precision_named(read_precision(POLICY).name)
     assert precision_named(read_precision(named.name).name) == named
     assert place(Model(), named.converts, named.rules).islands == ("blocks.0.norm", "blocks.1.norm")
+
+
+@pytest.mark.wording
+def test_a_policy_without_a_default_is_refused() -> None:
+    with pytest.raises(PrecisionRefused, match="default"):
+        read_precision({"head": "fp8"})
 
 
 @pytest.mark.wording

@@ -11,6 +11,7 @@ from halfstep import numbers
 from halfstep.journal.events import Event
 from halfstep.journal.latest import CheckpointName, Latest
 from halfstep.journal.trackers import LOOK, UPLOAD, tracker_hints
+from halfstep.precision.names import FP8, FP8_KINDS, policy_parts
 from halfstep.printable import in_line
 
 _NAMES = {
@@ -64,18 +65,21 @@ def named(metric: str) -> str:
 
 
 def is_mixed(precision: str) -> bool:
-    """Return whether a precision computes in fewer than 32 bits."""
+    """Return whether a precision, or a policy, computes in fewer than 32 bits."""
+    return bool(_narrow_formats(precision))
+
+
+def _narrow_formats(precision: str) -> list[str]:
+    """Return what a precision, or a policy, computes in: the name of a 16-bit dtype, and fp8."""
     # It loads torch, and those who only read a journal do without.
     from halfstep.formats import FORMATS, is_narrow
 
-    known = FORMATS.get(precision)
-    return known is not None and known.dtype is not None and is_narrow(known.dtype)
-
-
-def _dtype(precision: str) -> str:
-    from halfstep.formats import FORMATS
-
-    return str(FORMATS[precision].dtype).removeprefix("torch.")
+    default, rules = policy_parts(precision)
+    known = FORMATS.get("bf16" if default in FP8_KINDS else default)
+    dtype = None if known is None else known.dtype
+    in_fp8 = any(name in FP8_KINDS for name in (default, *(rule.name for rule in rules)))
+    narrow = [] if dtype is None or not is_narrow(dtype) else [str(dtype).removeprefix("torch.")]
+    return [*narrow, FP8] if in_fp8 else narrow
 
 
 def precision(start: Event) -> str:
@@ -87,7 +91,7 @@ def precision(start: Event) -> str:
     ending += ", and slow on this device" if "precision.slow" in found else ""
     if not is_mixed(chosen):
         return f"Mixed precision training is off: {chosen}{ending}"
-    return f"Mixed precision training: {chosen} ({_dtype(chosen)}){ending}"
+    return f"Mixed precision training: {chosen} ({' and '.join(_narrow_formats(chosen))}){ending}"
 
 
 def mark(start: Event, observed: float | None) -> str:
