@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from halfstep.cli import doctor as command
 from halfstep.cli import main
 from halfstep.doctor import wheel
-from halfstep.doctor.wheel import Board, Build, boards_of, check_build, has_kernels, read_build
+from halfstep.doctor.wheel import Board, Build, check_build, has_kernels, read_build, read_nvml
 
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 RTX4090 = Board("NVIDIA GeForce RTX 4090", (8, 9))
@@ -99,10 +99,10 @@ class Nvml:
 
 
 def test_the_driver_is_asked_and_may_be_silent() -> None:
-    assert boards_of(Nvml()) == ((12, 8), (Board("NVIDIA L4", (8, 9)), Board("Tesla T4")))
+    assert read_nvml(Nvml()) == ((12, 8), (Board("NVIDIA L4", (8, 9)), Board("Tesla T4")))
     silent = SimpleNamespace(NVMLError=Nvml.NVMLError, nvmlDeviceGetCount=lambda: 0)
     silent.nvmlSystemGetCudaDriverVersion = lambda: 0
-    assert boards_of(silent) == (None, ())
+    assert read_nvml(silent) == (None, ())
 
 
 def test_this_torch_is_read_and_needs_no_gpu() -> None:

@@ -168,10 +168,10 @@ def _told_by_nvml() -> tuple[Version | None, tuple[Board, ...]] | None:
     except Exception:
         # A missing package, library or driver raises different exceptions on different systems.
         return None
-    return boards_of(pynvml)
+    return read_nvml(pynvml)
 
 
-def boards_of(nvml: Any) -> tuple[Version | None, tuple[Board, ...]]:
+def read_nvml(nvml: Any) -> tuple[Version | None, tuple[Board, ...]]:
     """Return the driver's CUDA version and its GPUs; None for what NVML does not report."""
 
     def ask(question: Callable[..., Any], *about: Any) -> Any:

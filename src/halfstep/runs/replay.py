@@ -40,11 +40,11 @@ from halfstep.train.environment import differences, environment
 from halfstep.train.failed_steps.reading import (
     Record,
     cut_off,
+    failed_step_at,
     load_attempt,
     load_model,
     read,
     recipe_digest,
-    recorded_at,
     recorded_in,
     recorded_precision,
     refuse_earlier,
@@ -149,7 +149,7 @@ def _recorded(folder: Path) -> tuple[Path, list[CheckpointDir]]:
     """Return the run's folder and its failed steps; for the folder of one failed step, only that one."""
     refuse_earlier(folder)
     # A user may point at one failed step instead of its run.
-    if (only := recorded_at(folder)) is not None:
+    if (only := failed_step_at(folder)) is not None:
         return recipe_in(run_of(folder)).parent, [only]
     run = recipe_in(folder).parent
     try:

@@ -303,7 +303,7 @@ def upload(request: UploadRequest) -> str | None:
         except FileNotFoundError:
             return None
         seals = _seals(files)
-        if any(one.name == name and _manifest_in(store, one) == seals[MANIFEST] for one in found):
+        if any(one.name == name and _manifest_seal(store, one) == seals[MANIFEST] for one in found):
             return None
         target = _parsed(f"{name}-{lease.place}")
         assert target is not None
@@ -338,7 +338,7 @@ def _write_commit(store: Store, target: Directory, commit: Commit, lease: Lease)
     key = f"{target.key}/{COMMIT}"
     if not lease.conditional:
         store.put(key, commit.text())  # unique names carry the protocol: no other launch writes this key
-    elif not store.create(key, commit.text()) and _manifest_in(store, target) != commit.files[MANIFEST]:
+    elif not store.create(key, commit.text()) and _manifest_seal(store, target) != commit.files[MANIFEST]:
         raise _taken(store, f"has another {key}")
 
 
@@ -356,7 +356,7 @@ def _seals(files: Mapping[str, BinaryIO]) -> dict[str, Seal]:
     return {**listed, MANIFEST: Seal(len(text), hashlib.sha256(text).hexdigest())}
 
 
-def _manifest_in(store: Store, one: Directory) -> Seal | None:
+def _manifest_seal(store: Store, one: Directory) -> Seal | None:
     """Return the seal of the manifest of a committed checkpoint; None where its commit is damaged."""
     with contextlib.suppress(Damaged):
         return read_commit(store, one).files[MANIFEST]

@@ -20,7 +20,7 @@ from halfstep.measure.profile.operations import (
     kernels_of,
     look,
     measured,
-    misaligned,
+    misaligned_groups,
     padded,
     summed,
 )
@@ -183,7 +183,7 @@ def net() -> tuple[nn.Module, Any, Any]:
 def test_layers_with_odd_channels_are_found_by_name_with_their_work() -> None:
     arm = Candidate(case_of(*net()), StepSetting("bf16"), observe=False)
     looked = look(arm.model, arm.step)
-    groups = misaligned(looked)
+    groups = misaligned_groups(looked)
     assert [[layer.name for layer in layers] for layers, _ in groups] == [["body.0", "body.2"], ["stem"]]
     assert sum(share for _, share in groups) <= 1.0
     assert groups[0][1] > groups[1][1] > 0.05
@@ -231,7 +231,7 @@ def test_a_padded_layer_is_the_same_but_for_its_channels(
 
 def test_padding_is_timed_on_what_came_into_the_layer() -> None:
     arm = Candidate(case_of(*net()), StepSetting("bf16"), observe=False)
-    (layers, share), *_ = misaligned(look(arm.model, arm.step))
+    (layers, share), *_ = misaligned_groups(look(arm.model, arm.step))
     found = measured(layers, share, precision_named("bf16"), CPU, seconds=0.05)
     assert found.names == ("body.0", "body.2")
     assert (found.channels, found.padded) == ("12->12", "16->16")
@@ -253,7 +253,9 @@ def test_layers_that_padding_cannot_be_compared_with_are_passed_over() -> None:
     arm = Candidate(case_of(island(model, "body"), loss, batch), StepSetting("bf16"), observe=False)
     looked = look(arm.model, arm.step)
     assert {"body.0", "body.2"} <= looked.wide
-    assert [[layer.name for layer in layers] for layers, _ in misaligned(looked, without=looked.wide)] == [["stem"]]
+    assert [[layer.name for layer in layers] for layers, _ in misaligned_groups(looked, without=looked.wide)] == [
+        ["stem"]
+    ]
 
 
 def test_a_padded_layer_computes_the_gradients_that_the_layer_computes() -> None:

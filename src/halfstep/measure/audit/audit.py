@@ -47,7 +47,7 @@ _DEVICE = "cuda"
 _WHY = "a device that is not here is followed without computing any"
 
 
-def described_step(make_case: Callable[[], Case], precision: Precision) -> ObservedStep:
+def watched_fake_step(make_case: Callable[[], Case], precision: Precision) -> ObservedStep:
     """Return the formats chosen by CUDA's autocast, forward and backward. Nothing is computed."""
     mode = fake_mode()
     with warnings.catch_warnings():
@@ -345,7 +345,7 @@ def _described(name: str, make_case: Callable[[], Case], target: Target, precisi
     notes = ["by CUDA's rules, not run: formats are as its autocast decides them, and no number is known"]
     watched, interrupted = None, False
     try:
-        watched = described_step(lambda: case, chosen)
+        watched = watched_fake_step(lambda: case, chosen)
     except KeyboardInterrupt:
         interrupted = True
     except HalfstepError:

@@ -23,7 +23,7 @@ from halfstep.formats import FP32
 from halfstep.measure.batches import mapped, resized, size_of, tensors
 from halfstep.measure.batches import placed as placed_batch
 from halfstep.measure.case import Case
-from halfstep.measure.memory.quantized import FakeQuantized, quantized_layers
+from halfstep.measure.memory.quantized import QuantizedTwin, quantized_layers
 from halfstep.measure.memory.timeline import BACKWARD, FORWARD, UPDATE, Timeline
 from halfstep.measure.memory.values import NEEDS_NUMBERS, ValueTracker, with_numbers, with_same_numbers
 from halfstep.measure.setting import StepSetting
@@ -321,7 +321,7 @@ def _fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     if not real:
         return model
     # deepcopy does not copy objects in its memo; one twin for each tensor keeps tied weights tied.
-    memo: dict[int, Any] = {id(layer): FakeQuantized(layer, mode) for layer in quantized_layers(model)}
+    memo: dict[int, Any] = {id(layer): QuantizedTwin(layer, mode) for layer in quantized_layers(model)}
     for layer in quantized_layers(model):
         real.pop(id(layer.weight))
     memo |= {key: _twin(tensor, mode) for key, tensor in real.items()}

@@ -20,7 +20,7 @@ def quantized_layers(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-class FakeQuantized(nn.Module):
+class QuantizedTwin(nn.Module):
     """A layer with a quantized weight and its scales, without numbers."""
 
     weight: Tensor
@@ -53,7 +53,7 @@ class FakeQuantized(nn.Module):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: FakeQuantized) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: QuantizedTwin) -> Tensor:
         ctx.layer, ctx.dtype = layer, x.dtype
         ctx.kept = None if layer.four_bits else x  # by the int8 product, although nothing needs it
         return F.linear(x, layer.dequantized(x.dtype), layer.bias)

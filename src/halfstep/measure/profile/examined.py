@@ -22,7 +22,7 @@ from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import Case, CaseData
 from halfstep.measure.conditions import Conditions, conditions
 from halfstep.measure.profile.facts import ANOMALY, THREADS, Feeding, ProfileFacts, SlowSwitch, StepTimes, Warming
-from halfstep.measure.profile.operations import StepLayers, kernels_of, look, measured, misaligned
+from halfstep.measure.profile.operations import StepLayers, kernels_of, look, measured, misaligned_groups
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import STABLE, Stopwatch, race, warm
 from halfstep.precision.flags import read_flags
@@ -400,7 +400,7 @@ class Examined:
         """Time layers with misaligned channels as they are and padded."""
         # A single layer is timed in the requested precision, so layers that ran in fp32 cannot be compared.
         narrow = self.precision.computes.name not in ("fp32", "tf32")
-        groups = misaligned(self.looked, without=self.looked.wide if narrow else ())[:_PADDED_GROUPS]
+        groups = misaligned_groups(self.looked, without=self.looked.wide if narrow else ())[:_PADDED_GROUPS]
         each = seconds / max(1, len(groups))
         found = [measured(layers, share, self.precision, self.device, each) for layers, share in groups]
         return replace(self.facts, misaligned=tuple(found))

@@ -312,7 +312,7 @@ def channels(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def misaligned(
+def misaligned_groups(
     looked: StepLayers, least: float = 0.05, *, without: Collection[str] = ()
 ) -> list[tuple[list[Layer], float]]:
     """Return groups of identical misaligned layers with their share of FLOPs, largest first."""

@@ -25,7 +25,7 @@ _DEEPEST = 20
 _TORCHS_DECORATORS = autocast_mode.__file__
 
 
-class Met(NamedTuple):
+class TensorDtype(NamedTuple):
     """The dtype of an input or output of a function."""
 
     dtype: torch.dtype
@@ -85,11 +85,13 @@ def _reached(loss: Tensor) -> dict[Any, set[int]]:
     return reached
 
 
-def _taken(node: Any) -> set[Met]:
+def _taken(node: Any) -> set[TensorDtype]:
     """Return the inputs that a gradient goes to, and saved weights that are not trained; the graph knows no others."""
     edges = [(before, number) for before, number in node.next_functions if before is not None]
     trained = {met for before, number in edges for met in _given(before, (number,))}
-    saved = {Met(weight.dtype, weight.ndim == 0) for weight in _weights_saved(node) if weight.is_floating_point()}
+    saved = {
+        TensorDtype(weight.dtype, weight.ndim == 0) for weight in _weights_saved(node) if weight.is_floating_point()
+    }
     return trained | saved
 
 
@@ -102,22 +104,22 @@ def _weights_saved(node: Any) -> list[nn.Parameter]:
     return [tensor for tensor in saved if isinstance(tensor, nn.Parameter)]
 
 
-def _given(node: Any, outputs: Iterable[int]) -> set[Met]:
+def _given(node: Any, outputs: Iterable[int]) -> set[TensorDtype]:
     # For an output without a gradient, such as an index, autograd has no dtype and reports fp32.
     every = node._input_metadata
     described = [every[number] for number in outputs]
-    return {Met(one.dtype, _is_alone(one)) for one in described if one.dtype.is_floating_point}
+    return {TensorDtype(one.dtype, _is_alone(one)) for one in described if one.dtype.is_floating_point}
 
 
 def _is_alone(described: Any) -> bool:
     return not described.is_cpp_nested_tensor and not len(described.shape)
 
 
-def _mixed(met: set[Met]) -> bool:
+def _mixed(met: set[TensorDtype]) -> bool:
     return len({is_narrow(one.dtype) for one in met if not one.alone}) == 2
 
 
-def _is_protected(node: Any, function: Any, given: set[Met]) -> bool:
+def _is_protected(node: Any, function: Any, given: set[TensorDtype]) -> bool:
     """Return whether torch's own decorators protect it; they record whether forward ran under autocast.
 
     A decorator for another device type does nothing here, and its function returns narrow values.
@@ -141,7 +143,7 @@ def _codes(method: Any) -> list[CodeType]:
     return found
 
 
-def _finding(function: Any, taken: set[Met], given: set[Met], device_type: str) -> Finding:
+def _finding(function: Any, taken: set[TensorDtype], given: set[TensorDtype], device_type: str) -> Finding:
     return Finding(
         ID,
         "warning",
@@ -161,5 +163,5 @@ def _fix(function: Any, device: str) -> str:
     )
 
 
-def _named(met: set[Met]) -> str:
+def _named(met: set[TensorDtype]) -> str:
     return " and ".join(sorted({name_of(one.dtype) for one in met})) or "no numbers"

@@ -58,7 +58,7 @@ def recorded_in(run: Path) -> list[CheckpointDir]:
     return sorted(found, key=lambda one: (one.attempt, one.number))
 
 
-def recorded_at(place: Path) -> CheckpointDir | None:
+def failed_step_at(place: Path) -> CheckpointDir | None:
     """Return the failed step in this folder; None where the folder is not one of a failed step."""
     run = run_of(place)
     return next((one for one in recorded_in(run) if run != place and one.name == place.name), None)
