@@ -28,7 +28,7 @@ from halfstep.data.movi import MoviShards
 from halfstep.data.recorded_files import RecordedFiles
 from halfstep.data.shard_index import build, pack
 from halfstep.data.shard_scan import LARGEST_LABEL, scan_shard
-from halfstep.data.shards import Shards, shards_at
+from halfstep.data.shards import Shards, shard_set_at
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps
 from halfstep.errors import BadData
 from halfstep.files import cache_folder
@@ -81,7 +81,7 @@ def forge(cache: Path, shard: Path, sealed: bool, **columns: int) -> Path:
     before, after = pack(real), pack(forged)
     if sealed:
         with mock.patch.object(shard_index, "scan_shard", return_value=forged):
-            build(shards_at(shard), kept, lambda done, of: None)
+            build(shard_set_at(shard), kept, lambda done, of: None)
     else:
         kept.write_bytes(kept.read_bytes().replace(before.content[:-16], after.content[:-16]))
     return kept

@@ -23,7 +23,7 @@ from halfstep.data.fingerprint import Fingerprint, different, fingerprint, finge
 from halfstep.data.layout import held_out_by_place, place_of
 from halfstep.data.shard_check import BackgroundCheck, find_shard_change
 from halfstep.data.shard_index import PAGE, beside, cached_path, write_index
-from halfstep.data.shards import Shards, shards_at
+from halfstep.data.shards import Shards, shard_set_at
 from halfstep.data.tar_members import opened_tar
 from halfstep.errors import BadData
 from halfstep.files import cache_folder
@@ -106,8 +106,8 @@ def test_parts_that_lie_apart_are_one_sample(tmp_path: Path) -> None:
 def test_an_index_next_to_the_shards_is_used_and_no_shard_is_opened(tmp_path: Path) -> None:
     for n in range(3):
         small(tmp_path / "set" / f"{n}.tar", 700, n * 700)
-    path = beside(tmp_path / "set", shards_at(tmp_path / "set"))
-    write_index(tmp_path / "set", shards_at(tmp_path / "set"), silent)
+    path = beside(tmp_path / "set", shard_set_at(tmp_path / "set"))
+    write_index(tmp_path / "set", shard_set_at(tmp_path / "set"), silent)
     assert path.name == "halfstep.index"
     assert not list((cache_folder() / "shards").glob("*.index"))
     seen = opened_shards()
@@ -122,7 +122,7 @@ def test_a_pattern_and_a_file_have_indexes_of_their_own(tmp_path: Path) -> None:
     for n in range(2):
         small(tmp_path / f"a-{n}.tar", 5)
     for root in (tmp_path / "a-0.tar", f"{tmp_path}/a-{{0..1}}.tar"):
-        index = write_index(root, shards_at(root), silent)
+        index = write_index(root, shard_set_at(root), silent)
         assert index.path == Path(f"{root}.index")
         assert Shards(root).index.path == index.path
 
@@ -170,7 +170,7 @@ def test_a_killed_scan_continues_where_it_was(tmp_path: Path) -> None:
     assert ends == [-signal.SIGKILL, -signal.SIGKILL, 0], "3 + 3 + 2 scans of 8 shards"
     found = (tmp_path / "set" / "halfstep.index").read_bytes()
     os.unlink(tmp_path / "set" / "halfstep.index")
-    write_index(tmp_path / "set", shards_at(tmp_path / "set"), silent)
+    write_index(tmp_path / "set", shard_set_at(tmp_path / "set"), silent)
     assert (tmp_path / "set" / "halfstep.index").read_bytes() == found
     assert sorted(one.name for one in (tmp_path / "set").iterdir()) == [
         *(f"{n}.tar" for n in range(8)),
@@ -198,7 +198,7 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.wording
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     root = small(tmp_path / "a.tar", 3 * PAGE)
-    write_index(root, shards_at(root), silent)
+    write_index(root, shard_set_at(root), silent)
     path = Path(f"{root}.index")
     whole, rows = path.read_bytes(), 24 * 3 * PAGE
     for at in (17, 17 + 4 * PAGE, 16 + rows + 20, len(whole) - 200, len(whole) - 60, len(whole) - 5, 3):
@@ -210,7 +210,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
                     [source.index.row(n) for n in range(len(source))]
                 assert str(path) in caught.value.do
             else:
-                cached_path(shards_at(root)).unlink()  # made anew, because the file could not be opened
+                cached_path(shard_set_at(root)).unlink()  # made anew, because the file could not be opened
         finally:
             path.write_bytes(whole)
     assert Shards(root).index.path == path
@@ -219,7 +219,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
 @pytest.mark.wording
 def test_a_page_is_verified_when_it_is_first_used(tmp_path: Path) -> None:
     root = small(tmp_path / "a.tar", 3 * PAGE)
-    write_index(root, shards_at(root), silent)
+    write_index(root, shard_set_at(root), silent)
     flip(Path(f"{root}.index"), 16 + 4 * PAGE + 40)
     source = Shards(root)
     assert source.index.row(PAGE - 1).image > 0
@@ -320,7 +320,7 @@ def replace_unseen(source: Shards, path: Path, content: bytes) -> None:
     """Write another content of the same size, as if the file system noted no times."""
     assert len(content) == path.stat().st_size
     path.write_bytes(content)
-    source._states[:] = shards_at(path).states
+    source._states[:] = shard_set_at(path).states
 
 
 @pytest.mark.wording
@@ -360,7 +360,7 @@ def test_a_batch_is_read_ahead_and_each_shard_is_opened_once(tmp_path: Path) -> 
     assert len(seen) == 3
     path, bad = tmp_path / "set" / "1.tar", next(n for n in numbers if 700 <= n < 1400)
     replace_unseen(source, path, path.read_bytes().replace(b"image %d\0" % bad, b"IMAGE %d\0" % bad))
-    source._states[:] = shards_at(tmp_path / "set").states
+    source._states[:] = shard_set_at(tmp_path / "set").states
     assert len(list(source.prefetch(numbers))) == 90
     with pytest.raises(BadSample, match="not those that were indexed"):
         source.content(bad)

@@ -10,7 +10,7 @@ from halfstep.errors import BadData
 from halfstep.guard.diagnosis.diagnose import diagnose
 from halfstep.guard.verdict import Verdict
 from halfstep.step.sync import LossFunction
-from halfstep.train.failed_steps.reading import load_attempt, load_model, read, recorded_in, recorded_precision
+from halfstep.train.failed_steps.reading import choose_recorded_precision, load_attempt, load_model, read, recorded_in
 
 
 def replay(folder: str | Path, model: nn.Module, loss_fn: LossFunction, *, attempt: int | None = None) -> Verdict:
@@ -27,7 +27,7 @@ def replay(folder: str | Path, model: nn.Module, loss_fn: LossFunction, *, attem
         raise BadData(f"{folder}: {why}", allowed="a folder given as record=", do="train until a step fails")
     load_model(record, model)
     device = next(model.parameters()).device
-    precision = recorded_precision(record.step.precision, device).precision
+    precision = choose_recorded_precision(record.step.precision, device).precision
     precision.prepare(model.train(), device)
     inputs = load_attempt(record, 0, loss_fn, device)
     reason = record.step.report.reason or ""

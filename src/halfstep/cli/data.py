@@ -173,13 +173,13 @@ def _check(folder: str, task: str | None, masks: Path | None, classes: int | Non
 def _index(source: str, json: bool) -> None:
     from halfstep.data.layout import data_place
     from halfstep.data.shard_index import beside, write_index
-    from halfstep.data.shards import shards_at
+    from halfstep.data.shards import shard_set_at
 
     if has_scheme(source):
         _index_in_store(source, json)
         return
     root = data_place(source)
-    shards = shards_at(root)
+    shards = shard_set_at(root)
     path = beside(root, shards)
     try:
         with progress("indexing", "MB") as on_progress:

@@ -92,7 +92,7 @@ class Shards:
         self.classes = self._class_names()
 
     def _open(self, root: str | Path) -> None:
-        shards = shards_at(root)
+        shards = shard_set_at(root)
         self.root, self._start_of_paths = shards.root, f"{shards.root}{os.sep}"
         self._states = shards.states
         self.index = existing_index(root, shards) or _built(shards)
@@ -397,7 +397,7 @@ def _built(shards: ShardSet) -> ShardIndex:
         return build_index(shards, on_progress)
 
 
-def shards_at(root: str | Path) -> ShardSet:
+def shard_set_at(root: str | Path) -> ShardSet:
     """Return the shards of a folder, a file or a pattern; raise BadData where there is none."""
     paths = shard_paths(root)
     try:

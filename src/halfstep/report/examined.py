@@ -26,7 +26,7 @@ FORMAT = 1
 PARTS = ("estimate", "audit", "survival")
 
 
-def read_examined(run: Path) -> dict[str, Any]:
+def read_examination(run: Path) -> dict[str, Any]:
     """Return the findings about the model of this run's current recipe; empty if there are none."""
     found = fields(read_json(run / EXAMINED))
     if found.get("format") != FORMAT or found.get("recipe") != _digest(run):

@@ -13,7 +13,7 @@ from halfstep.files import read_json
 from halfstep.journal.text import named
 from halfstep.json_data import json_data
 from halfstep.recipe.strict_yaml import flat
-from halfstep.report.examined import read_examined
+from halfstep.report.examined import read_examination
 from halfstep.report.json_fields import fields, known, number, rows, setting, text, texts
 from halfstep.report.run_journal import Summary, curve_points, read_journal
 from halfstep.runs.listing import FINISHED, GIVEN_UP, KILLED, RUNNING, STATUS, STOPPED, RunState, state_of
@@ -140,7 +140,7 @@ def read_run(folder: Path) -> RunFacts:
     recipe_in(folder)
     recorded = read_journal(folder, text(fields(read_json(folder / STATUS)).get("reason"), 300))
     result = fields(read_json(folder / RESULT))
-    return RunFacts(folder, recorded, state_of(folder, recorded.end), result, read_examined(folder))
+    return RunFacts(folder, recorded, state_of(folder, recorded.end), result, read_examination(folder))
 
 
 def metric_name(metric: str) -> str:

@@ -6,7 +6,7 @@ from halfstep.data.choose_order import OrderFacts, choose_order, order_facts
 from halfstep.data.dataset import seal_of
 from halfstep.data.layout import check_store_data, data_place, is_address
 from halfstep.data.shard_index import existing_index
-from halfstep.data.shards import shards_at
+from halfstep.data.shards import shard_set_at
 from halfstep.errors import BadData
 from halfstep.recipe.sources import RawRecipe
 from halfstep.runs.registry import task_class
@@ -26,7 +26,7 @@ def explain_order(found: RawRecipe, folder: str) -> OrderFacts:
         place = data_place(recipe.data.path)
         root = place / "train" if (place / "train").is_dir() else place
     # Shards without an index would be read whole, which is too much for an explanation.
-    if is_stored or existing_index(root, shards_at(root)) is not None:
+    if is_stored or existing_index(root, shard_set_at(root)) is not None:
         source = task_class(recipe.task)(recipe).source("train")
         if (seal := seal_of(source)) is not None:
             batch = recipe.train.global_batch or recipe.train.batch_size * recipe.train.microbatches

@@ -136,7 +136,7 @@ def image_files_of(task: Task, signature: Signature, folder: Path) -> tuple[list
     """
     found: list[Path] = []
     pixels = 0
-    for file in _validation_files(task, folder):
+    for file in _pick_validation_files(task, folder):
         high, wide = read_image(file, signature.preprocessing.channels).shape[-2:]
         small = signature.preprocessing.shrunk_size(high, wide)
         pixels += small[0] * small[1] if signature.answer == "mask" else 0
@@ -148,7 +148,7 @@ def image_files_of(task: Task, signature: Signature, folder: Path) -> tuple[list
     return _noise(signature, folder), "images of noise, as the run's data is not here"
 
 
-def _validation_files(task: Task, folder: Path) -> Iterator[Path]:
+def _pick_validation_files(task: Task, folder: Path) -> Iterator[Path]:
     """Yield readable files spread over the validation set; neighbors often look the same."""
     channels = getattr(task, "channels_read", getattr(task.recipe.data, "channels", 3))
     try:

@@ -39,6 +39,7 @@ from halfstep.terminal import progress
 from halfstep.train.environment import differences, environment
 from halfstep.train.failed_steps.reading import (
     Record,
+    choose_recorded_precision,
     cut_off,
     failed_step_at,
     load_attempt,
@@ -46,7 +47,6 @@ from halfstep.train.failed_steps.reading import (
     read,
     recipe_digest,
     recorded_in,
-    recorded_precision,
     refuse_earlier,
     refuse_elsewhere,
     replay_call,
@@ -223,7 +223,9 @@ def open_recorded(record: Record, *, precision: str | None, own: type[Task] | No
     model, _ = make_model(task, task.recipe, device)
     compile_in_place(model, task.recipe)
     load_model(record, model)
-    choice = choose_precision(precision, device=device) if precision else recorded_precision(step.precision, device)
+    choice = (
+        choose_precision(precision, device=device) if precision else choose_recorded_precision(step.precision, device)
+    )
     choice.precision.prepare(model.train(), device)
     loss = functools.partial(_loss, task)
     attempts = tuple(functools.partial(load_attempt, record, rank, loss, device) for rank in range(record.ranks))

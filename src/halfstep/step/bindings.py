@@ -50,7 +50,7 @@ class Bindings:
     def follow(self, modules: Iterable[nn.Module], whole: Iterable[nn.Module] = ()) -> None:
         """Use these modules from now on; of those in `whole`, the members of lists, dicts and sets are restored too."""
         included = {id(part): part for module in whole for part in module.modules()}
-        self._whole = [(part.__dict__, own_entries(part)) for part in included.values()]
+        self._whole = [(part.__dict__, count_torch_entries(part)) for part in included.values()]
         self._kept = [kept for module in modules for kept in _dictionaries(module, whole=id(module) in included)]
         self._saved = []
 
@@ -87,7 +87,7 @@ def attribute_tensors(dictionaries: Iterable[tuple[Names, int]]) -> list[Tensor]
     ]
 
 
-def own_entries(module: nn.Module) -> int:
+def count_torch_entries(module: nn.Module) -> int:
     """Return how many of torch's own entries come first among a module's attributes."""
     return len(_STANDARD) if list(islice(module.__dict__, len(_STANDARD))) == _STANDARD else 0
 

@@ -23,7 +23,7 @@ from halfstep.errors import WrongUse
 from halfstep.finding import Finding
 from halfstep.observe.reachable import leaves
 from halfstep.observe.recorder import storage_key
-from halfstep.step.bindings import Bindings, Names, attribute_tensors, own_entries
+from halfstep.step.bindings import Bindings, Names, attribute_tensors, count_torch_entries
 from halfstep.step.buffers import same_sparse
 from halfstep.step.memory import (
     SMALL,
@@ -176,7 +176,7 @@ class Rollback:
         self._bindings.follow((module for _, module in self._modules), self._included)
         # The modules' own dictionaries: walking a model's modules costs more than copying its buffers.
         self._buffers = [module._buffers for _, module in self._modules]
-        self._attributes = [(module.__dict__, own_entries(module)) for _, module in self._modules]
+        self._attributes = [(module.__dict__, count_torch_entries(module)) for _, module in self._modules]
         self._members = _NO_MEMBERS  # the next window sorts the tensors anew
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:

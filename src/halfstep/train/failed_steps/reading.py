@@ -309,7 +309,7 @@ def _for_this_device(states: list[Tensor], device: torch.device) -> list[Tensor]
     return [states[n] if n < len(fitting) and fitting[n] else own for n, own in enumerate(here)]
 
 
-def recorded_precision(name: str, device: torch.device) -> Choice:
+def choose_recorded_precision(name: str, device: torch.device) -> Choice:
     """Choose the precision of a recorded step: its own, emulated if need be; where it cannot run here, the next."""
     try:
         return choose_precision(name, device=device)
