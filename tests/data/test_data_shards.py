@@ -24,6 +24,8 @@ from halfstep.data.dataset import BadSample, Samples, Subset
 from halfstep.data.shards import Shards, shard_paths
 from halfstep.errors import BadData, Unsafe
 from halfstep.files import cache_folder
+from halfstep.recipe.sources import read_recipe
+from halfstep.runs.resolve import refuse_early, resolved_recipe
 
 
 def write(path: Path, samples: list[dict[str, Any]]) -> Path:
@@ -277,3 +279,13 @@ def test_an_empty_folder_and_links_out_of_it(tmp_path: Path, shards: Path) -> No
     (tmp_path / "none" / "x.tar").symlink_to(shards / "train-000.tar")
     with pytest.raises(Unsafe):
         Shards(tmp_path / "none")
+
+
+def test_a_run_takes_a_pattern_of_shards_and_refuses_a_path_without_data(shards: Path, tmp_path: Path) -> None:
+    def refused(path: str) -> None:
+        settings = ["data.name=shards", f"data.path={path}", f"run.dir={tmp_path}/run"]
+        refuse_early(resolved_recipe(read_recipe("classification_tiny"), settings), new=False, accepted=())
+
+    refused(f"{shards}/train-{{000..002}}.tar")
+    with pytest.raises(BadData):
+        refused(f"{shards}/nothing.tar")

@@ -32,7 +32,7 @@ def existing(root: str | Path, what: str) -> Path:
         raise BadData(
             f"{what} {folder} is {'a file' if folder.exists() else 'not there'}",
             allowed="a folder with your data",
-            do="look for it with ls, and give its path as --data_dir FOLDER",
+            do="look for it with ls, and correct the path",
         )
     return folder
 

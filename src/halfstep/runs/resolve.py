@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.data.layout import SEGMENTATION, check_store_data, data_place, find_layout, is_address
+from halfstep.data.shard_patterns import is_pattern
 from halfstep.errors import (
     BadData,
     BadRecipe,
@@ -217,6 +218,8 @@ def _check_data(data: Any) -> None:
         check_store_data(data)
         return
     place = data_place(data.path)
+    if data.name == "shards" and is_pattern(data.path):
+        return  # the shards are looked for one by one
     if not place.exists():
         raise BadData(
             f"data.path is {data.path}, and there is nothing at {place.absolute()}",
