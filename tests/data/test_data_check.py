@@ -233,6 +233,13 @@ def test_a_layout_that_is_none_says_what_to_type(names: tuple[str, ...], words: 
 
 
 @pytest.mark.wording
+def test_a_folder_of_shards_says_how_they_are_read(tmp_path: Path) -> None:
+    (tmp_path / "s-000.tar").touch()
+    with pytest.raises(BadData, match=r"data\.name=shards"):
+        find_layout(tmp_path)
+
+
+@pytest.mark.wording
 def test_photographs_beside_their_masks_are_told_where_to_go(tmp_path: Path) -> None:
     photograph(tmp_path / "x.png")
     with pytest.raises(BadData, match="move them into images/"):

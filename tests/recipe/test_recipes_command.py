@@ -13,8 +13,6 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli import main
 from halfstep.cli.recipes import shipped_recipes
-from halfstep.data.shard_index import write_index
-from halfstep.data.shards import shard_set_at
 from halfstep.json_data import json_data
 from halfstep.recipe.explain import pages
 from halfstep.recipe.names import read_flags
@@ -113,7 +111,8 @@ def test_the_order_of_shards_is_explained_once_they_have_an_index(
         write_shards(data / part, 2, 60)
     refused = call("explain", "cifar10", str(data))
     assert (refused.exit_code, f"halfstep data index {data / 'train'}" in refused.output) == (65, True)
-    write_index(data / "train", shard_set_at(data / "train"), lambda done, of: None)
+    indexed = CliRunner().invoke(main.build(), ["data", "index", str(data)])
+    assert (indexed.exit_code, (data / "train" / "halfstep.index").exists()) == (0, True), "those that a run trains on"
     # imagenet100 reads folders, and would read shards with data.name=shards.
     for recipe in ("cifar10", "imagenet100"):
         said = json.loads(call("explain", recipe, str(data), "--json").output)

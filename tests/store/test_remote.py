@@ -124,6 +124,9 @@ def test_a_damaged_checkpoint_is_skipped_and_named(in_store: InStore, tmp_path: 
             assert found["name"] == local(before), (key, how)
             is_absent = key.endswith("COMMIT.json") and how == "missing"
             assert list(found["skipped"]) == ([] if is_absent else [newest]), (key, how)
+            if key == journal or key.endswith("rank-00000.safetensors"):
+                reason = found["skipped"][newest]
+                assert ("were committed" in reason, "SHA-256" in reason) == (how == "cut", how == "flipped"), reason
             assert (folder / "checkpoints" / local(before) / "MANIFEST.json").exists()
             in_store("put_back", key=key, content=content)
     in_store("damage", key=f"{newest}/rank-00000.safetensors", how="flipped")

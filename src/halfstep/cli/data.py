@@ -179,6 +179,8 @@ def _index(source: str, json: bool) -> None:
         _index_in_store(source, json)
         return
     root = data_place(source)
+    if (root / "train").is_dir():
+        root /= "train"  # as a run reads it, and as an address is read
     shards = shard_set_at(root)
     path = beside(root, shards)
     try:

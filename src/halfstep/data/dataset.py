@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 from halfstep.data.layout import FEW, Rule, held_out_by_place, place_of
 from halfstep.errors import BadData, HalfstepError
 from halfstep.errors import BadSample as BadSample
+from halfstep.numbers import several
 
 if TYPE_CHECKING:
     from halfstep.data.shards import Shards
@@ -223,7 +224,7 @@ def split(source: Source, fraction: float, rule: Rule = held_out_by_place) -> tu
     """
     if len(source) < 2 or not 0.0 < fraction < 1.0:
         raise BadData(
-            f"a split of {len(source)} samples with {fraction:g} for validation",
+            f"a split of {several(len(source), 'sample')} with {fraction:g} for validation",
             allowed="at least 2 samples, and a fraction between 0 and 1",
             do="add samples, or give data.val a folder",
         )

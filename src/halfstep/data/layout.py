@@ -215,6 +215,9 @@ def _unrecognized(folder: Path, task: str | None) -> BadData:
     if _holds_images(folder):
         where = "images/, and their masks into masks/" if task != CLASSIFICATION else "a folder for each class"
         return BadData(f"{folder} holds images, and no folders for them", allowed=allowed, do=f"move them into {where}")
+    if any(folder.glob("*.tar")):
+        do = f"train on them with data.name=shards; halfstep data index {folder} reads them whole"
+        return BadData(f"{folder} holds .tar shards", allowed=allowed, do=do)
     found = ", ".join(_folders(folder)[:8]) or "no folder at all"
     do = "give the folder above or below it, or rename these; text becomes tokens first: halfstep data tokens"
     return BadData(f"{folder} holds {found}", allowed=allowed, do=do)

@@ -173,7 +173,7 @@ def _joined(tar: TarReader, rows: array[int]) -> ShardRows:
     lacking = np.flatnonzero(table[:, _IMAGE] == _NOTHING)
     if len(lacking):
         key = key_at(tar, int(table[lacking[0], _BEGIN]))
-        raise DamagedTar(f"the sample {key!r} has no image ({', '.join(SUFFIXES)})")
+        raise DamagedTar(f"the sample {key!r} has no image ({', '.join(SUFFIXES)}); its name ends at the first dot")
     columns, signed = table.T, table.view(np.int64).T
     places = (columns[_HASH] >> np.uint64(32)).astype("<u4")
     digests = columns[_IMAGE_DIGEST] ^ columns[_MASK_DIGEST]
