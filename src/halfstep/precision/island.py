@@ -33,9 +33,10 @@ class _Entered(threading.local):
 
     def __init__(self) -> None:
         self.islands: tuple[object, ...] = ()
+        """Modules or functions, outermost first."""
 
 
-_entered = _Entered()
+running = _Entered()
 _lock = threading.Lock()
 _watchers = 0
 
@@ -48,17 +49,12 @@ def watched() -> bool:
 @contextmanager
 def entered(island: object) -> Iterator[None]:
     """Mark an island as running inside the context; islands may be nested."""
-    before = _entered.islands
-    _entered.islands = (*before, island)
+    before = running.islands
+    running.islands = (*before, island)
     try:
         yield
     finally:
-        _entered.islands = before
-
-
-def running() -> tuple[object, ...]:
-    """Return the running islands of this thread, outermost first: modules, or functions."""
-    return _entered.islands
+        running.islands = before
 
 
 def watch() -> None:
