@@ -17,7 +17,7 @@ from halfstep.observe.flops import SHARE_REQUIRED, Observation, WorkByFormat
 from halfstep.observe.lint.functions import OwnFunctions
 from halfstep.observe.lint.listener import placed
 from halfstep.observe.recorder import MemoryListener, Recorder, eagerly, uses_compiled
-from halfstep.precision.conversion import converted_layers
+from halfstep.precision.converted import converted_layers
 from halfstep.precision.precision import Precision
 
 _NAMED = 5
