@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from halfstep.errors import CONFIGURATION, WrongLaunch
-from halfstep.launch_variables import LaunchedRank, launched_rank
-from halfstep.slurm import slurm_ranks
+from halfstep.launch_variables import LaunchedRank, launched_rank, slurm_ranks
 from halfstep.train.status import may_be_restarted, restart_count
 
 TWO = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "halfstep"
 ROOT = SOURCE.parents[1]
 GROUND = {"_version", "errors", "formats", "finding", "clock", "files", "terminal", "user_code", "distributed"}
-GROUND |= {"printable", "status_line", "host_memory", "out_of_memory", "safetensors_header", "slurm", "ownership"}
+GROUND |= {"printable", "status_line", "host_memory", "out_of_memory", "safetensors_header", "ownership"}
 GROUND |= {"deadline", "peers", "stop_signals", "launch_variables", "json_data", "status_files", "page", "numbers"}
 GROUND |= {"callable_package"}
 

@@ -34,7 +34,7 @@ if _typing.TYPE_CHECKING:
     from halfstep.measure.plan.plan import plan as plan
     from halfstep.measure.profile.profile import profile as profile
     from halfstep.measure.survival import survival as survival
-    from halfstep.observe.precision_check import Observation as Observation
+    from halfstep.observe.flops import Observation as Observation
     from halfstep.precision.island import island as island
     from halfstep.precision.precision import Precision as Precision
     from halfstep.precision.precision import widen as widen
@@ -75,7 +75,7 @@ _HOMES = {
     "HalfstepError": "errors",
     "Limits": "guard.streak",
     "Meters": "guard.monitors.monitors",
-    "Observation": "observe.precision_check",
+    "Observation": "observe.flops",
     "Out": "step.loss",
     "Precision": "precision.precision",
     "StaticScale": "step.loss",

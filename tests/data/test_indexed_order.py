@@ -69,6 +69,7 @@ def test_every_sample_once_with_each_window(window: tuple[int, int]) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_an_epoch_of_100_million() -> None:
     size, batch, found = 100_000_000, 1024, {}
     for order in (FeistelOrder(size, 0), WindowOrder(size, 0, batch, 64, 16 * batch)):

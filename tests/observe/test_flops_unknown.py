@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from halfstep import Stepper, island
 from halfstep.errors import PrecisionNotObserved
-from halfstep.observe.flops import computed_in, flops, guessed, is_unknown
-from halfstep.observe.precision_check import Observation
+from halfstep.observe.flops import Observation, computed_in, flops, guessed, is_unknown
 from halfstep.observe.recorder import Operation, Recorder
 from halfstep.precision.precision import precision_named
 

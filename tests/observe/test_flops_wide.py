@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from halfstep import Stepper
 from halfstep.errors import PrecisionNotObserved
-from halfstep.observe.flops import guessed, is_unknown
-from halfstep.observe.precision_check import Observation
+from halfstep.observe.flops import Observation, guessed, is_unknown
 from halfstep.observe.recorder import Operation, Recorder
 from halfstep.precision.precision import precision_named
 

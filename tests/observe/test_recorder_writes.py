@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -24,11 +24,10 @@ class Memory:
     def module_runs(self, module: nn.Module) -> None:
         self.modules.append(module)
 
-    def reads(self, tensor: Tensor, line: str | None) -> None:
-        self.read.append(tensor)
-
-    def before_write(self, tensor: Tensor, line: str | None) -> None:
-        self._write(tensor)
+    def before_use(self, written: Sequence[Tensor], read: Sequence[Tensor], line: str | None) -> None:
+        for tensor in written:
+            self._write(tensor)
+        self.read += read
 
     def before_replace(self, tensor: Tensor, line: str | None) -> None:
         self._write(tensor)

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from halfstep import Stepper
 from halfstep.errors import PrecisionRefused, StateMismatch, WrongUse
-from halfstep.precision.conversion import converted_layers, count_rows, eligible_layers, restore_layers
+from halfstep.precision.conversion import count_rows, eligible_layers
+from halfstep.precision.converted import converted_layers, restore_layers
 from halfstep.precision.island import is_island, island, lift_island, trial_island
 from halfstep.precision.names import FP8_KINDS, read_precision
 from halfstep.precision.policy import apply_policy, place

@@ -78,7 +78,7 @@ def autocast_off(replace: Replace) -> None:
 
 
 def autocast_off_unseen(replace: Replace) -> None:
-    from halfstep.observe.precision_check import Observation
+    from halfstep.observe.flops import Observation
 
     autocast_off(replace)
     replace(Observation, "as_asked", True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper, distributed
-from halfstep.precision.conversion import converted_layers
+from halfstep.precision.converted import converted_layers
 from halfstep.precision.precision import precision_named
 from tests.support.ranks import Ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from halfstep.errors import WrongUse
-from halfstep.slurm import PORTS, slurm_ranks
+from halfstep.launch_variables import PORTS, slurm_ranks
 from halfstep.train.process_group import store_prefix
 from tests.support.commands import Command
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from halfstep.cli import _probe
 from halfstep.errors import INTERRUPTED, SOFTWARE, HalfstepError, WrongLaunch
 from halfstep.host_memory import nothing_collected
-from halfstep.slurm import slurm_ranks
+from halfstep.launch_variables import slurm_ranks
 from halfstep.status_line import clear, show, show_status
 from halfstep.stop_signals import leave_unbegun, stop_signals
 

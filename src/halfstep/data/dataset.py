@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from halfstep.data.layout import FEW, Rule, held_out_by_place, place_of
+from halfstep.data.layout import FEW, Rule, held_out_by_place, places_of
 from halfstep.errors import BadData, HalfstepError
 from halfstep.errors import BadSample as BadSample
 from halfstep.numbers import several
@@ -42,11 +42,11 @@ Collate = Callable[[list[Sample]], Sample]
 class Source(Protocol):
     """Samples by number. Safe to use from several processes at once.
 
-    A source may also have `key(index)`, a name that stays when the whole set is moved; `files_of(index)`, so that a
-    resumed run notices changed contents (samples may share a file; all have some, or none has), and `every_file()`,
-    each of these files once; `without_image(index)`; and `prefetch(numbers)`, which reads the files of the next samples
-    and yields the place of each before. One that notices by itself where a file changes under a run, or that reads no
-    file after its start, has `notices_changes = True`.
+    A source may also have `key(index)`, a name that stays when the whole set is moved, and `keys_of(numbers)`, the same
+    for several samples; `files_of(index)`, so that a resumed run notices changed contents (samples may share a file;
+    all have some, or none has), and `every_file()`, each of these files once; `without_image(index)`; and
+    `prefetch(numbers)`, which reads the files of the next samples and yields the place of each before. One that notices
+    by itself where a file changes under a run, or that reads no file after its start, has `notices_changes = True`.
     """
 
     def __len__(self) -> int: ...
@@ -208,6 +208,10 @@ class Subset(WrappedSource):
         """Read a sample; raise BadSample where it cannot be read."""
         return self.source.read(self.numbers[index])
 
+    def keys_of(self, numbers: Sequence[int]) -> list[str]:
+        """Return the keys of samples."""
+        return keys_of(self.source, [self.numbers[number] for number in numbers])
+
     def prefetch(self, numbers: Sequence[int]) -> Iterator[int]:
         """Read the bytes of samples."""
         return prefetch(self.source, [self.numbers[number] for number in numbers])
@@ -233,8 +237,8 @@ def split(source: Source, fraction: float, rule: Rule = held_out_by_place) -> tu
     if divided is not None and len(source) >= FEW:
         own, held_out = divided(fraction)
         return Subset(source, own), Subset(source, held_out)
-    places_of: Callable[[float], list[float]] | None = getattr(source, "places_for_split", None)
-    places = places_of(fraction) if places_of else [place_of(key_of(source, n)) for n in range(len(source))]
+    own_places: Callable[[float], list[float]] | None = getattr(source, "places_for_split", None)
+    places = own_places(fraction) if own_places else places_of(keys_of(source, range(len(source))))
     chosen = rule(places, fraction)
     train, val = [i for i in range(len(places)) if i not in chosen], sorted(chosen)
     return Subset(source, train), Subset(source, val)
@@ -245,6 +249,15 @@ def key_of(source: Source, index: int) -> str:
     # isinstance with a protocol takes 20 µs, and there may be a million samples.
     key: Callable[[int], str] = getattr(source, "key", source.name)
     return key(index)
+
+
+def keys_of(source: Source, numbers: Sequence[int]) -> list[str]:
+    """Return the same names of several samples."""
+    say: Callable[[Sequence[int]], list[str]] | None = getattr(source, "keys_of", None)
+    if say is not None:
+        return say(numbers)
+    key: Callable[[int], str] = getattr(source, "key", source.name)
+    return [key(number) for number in numbers]
 
 
 def derive(seed: int, *parts: int | str) -> int:

@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
 
-from halfstep.data.dataset import Seal, Source, every_file, key_of, seal_of
+from halfstep.data.dataset import Seal, Source, every_file, keys_of, seal_of
 from halfstep.data.file_state import block_starts, content_digest
 from halfstep.errors import StateMismatch
 from halfstep.numbers import several
@@ -176,7 +176,7 @@ def _sealed(seal: Seal, samples: int) -> SourcePrint:
 
 
 def _part_of(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePrint:
-    keys = _below([key_of(source, number) for number in range(min(len(source), MOST_KEYS))])
+    keys = _below(keys_of(source, range(min(len(source), MOST_KEYS))))
     order = _digest(f"{len(key)}:{key}" for key in keys)
     # A shard is the file of all its samples, and counts once.
     found = dict.fromkeys((key, os.fspath(path)) for key, path in every_file(source))

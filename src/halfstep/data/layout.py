@@ -100,6 +100,11 @@ def place_of(key: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
+def places_of(keys: Iterable[str]) -> list[float]:
+    """Return the positions of samples."""
+    return [place_of(key) for key in keys]
+
+
 Rule = Callable[[Sequence[float], float], set[int]]
 """Returns the numbers of the validation samples, of the positions of all samples and the share."""
 FEW = 1000

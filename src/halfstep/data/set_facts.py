@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median_low
 
 from halfstep.data.image_files import folders, image_files, opened, orientation
-from halfstep.data.layout import CLASSIFICATION, SEGMENTATION, Layout, place_of
+from halfstep.data.layout import CLASSIFICATION, SEGMENTATION, Layout, places_of
 from halfstep.data.mask_classes import MaskReading, counts_in, read_masks_as
 from halfstep.errors import BadSample
 from halfstep.status_line import OnProgress
@@ -54,7 +54,7 @@ def set_facts(layout: Layout, on_progress: OnProgress = lambda done, of: None) -
     """Inspect a set: every name, the sizes of some images, and the values of some masks."""
     part = layout.train
     files = image_files(part.folder)
-    places = [place_of(Path(name).as_posix()) for name in files]
+    places = places_of(Path(name).as_posix() for name in files)
     width, height = _median_size([part.folder / name for name in _evenly(files, MOST_HEADERS)])
     if layout.task == CLASSIFICATION:
         return SetFacts(len(files), width, height, layout.val, classes=len(folders(part.folder)), places=places)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.data.image_files import find_files as files_below
-from halfstep.data.layout import held_out_exactly, place_of
+from halfstep.data.layout import held_out_exactly, places_of
 from halfstep.data.token_files import (
     TOKENIZER,
     VERSION,
@@ -349,7 +349,7 @@ def write_tokens(
         notes.append(f"one document: its last {val:.0%} is held out; --separator TEXT divides it into documents")
         held = {1}
     else:
-        held = held_out_exactly([place_of(one.name) for one in documents], val)
+        held = held_out_exactly(places_of(one.name for one in documents), val)
     if asked:
         own = (one for number, one in enumerate(documents) if number not in held)
         opened = train_tokenizer(own, int(asked[1]), end or END)

@@ -23,7 +23,7 @@ from halfstep.measure.conditions import conditions
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Stopwatch
 from halfstep.measure.worker_process import OpenedCandidate, TimedUpdate
-from halfstep.precision.conversion import converted_layers
+from halfstep.precision.converted import converted_layers
 from halfstep.precision.hardware import describe
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import generator_states, set_generator_states

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfstep.formats import Format
-from halfstep.precision.conversion import format_in, plain
+from halfstep.precision.converted import format_in, plain
 
 _ROWS, _COLUMNS, _CHANNELS, _PART = 32, 256, 16, 32
 """Rows and columns of a linear layer's results; channels of a convolution's; the part of a weight's rows."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -15,78 +13,14 @@ from halfstep.errors import PrecisionNotObserved
 from halfstep.finding import Finding
 from halfstep.formats import BF16, FP16, FP32, FP64
 from halfstep.numbers import share
-from halfstep.observe.flops import StepWork, computed_in, guessed, has_no_narrow_kernel
+from halfstep.observe.flops import SHARE_REQUIRED, Observation, WorkByFormat
 from halfstep.observe.lint.functions import OwnFunctions
 from halfstep.observe.lint.listener import placed
-from halfstep.observe.recorder import MemoryListener, Operation, Recorder, eagerly, uses_compiled
-from halfstep.precision.conversion import converted_layers
-from halfstep.precision.island import islands
+from halfstep.observe.recorder import MemoryListener, Recorder, eagerly, uses_compiled
+from halfstep.precision.converted import converted_layers
 from halfstep.precision.precision import Precision
 
-SHARE_REQUIRED = 0.9
-"""The share of the work outside islands; the rest is what autocast leaves in fp32 on purpose."""
-DOUBT = 10
-"""The estimate for an operation without a formula may be too small by this factor."""
 _NAMED = 5
-
-
-@dataclass(frozen=True)
-class Observation:
-    """The work of one step by the format it was done in."""
-
-    expected: str
-    flops: Mapping[str, int]
-    """Matrix products, convolutions and recurrent layers outside islands, forward and backward."""
-    island_flops: int
-    strays: Mapping[str, int]
-    """Work done in another format than expected, by module, most first."""
-    idle_islands: tuple[str, ...] = ()
-    """Islands in which nothing ran: their weights may be used without calling them, which protects nothing."""
-    unknown: Mapping[str, int] = field(default_factory=dict)
-    """Operations without a formula, by name, module and format, with estimated work, most first."""
-    unknown_as_expected: int = 0
-    """The part of it whose inputs were in the expected format."""
-    fp8: Mapping[str, int] = field(default_factory=dict)
-    """Work that the model itself requested in fp8, which autocast never does. It is not in `flops`."""
-
-    @property
-    def share(self) -> float | None:
-        """The share of the counted work that was in the expected format; None if there was none."""
-        total = sum(self.flops.values())
-        return self.flops.get(self.expected, 0) / total if total else None
-
-    @property
-    def confidence(self) -> float:
-        """The share of all work that is known, with estimates for unknown operations."""
-        known = sum(self.flops.values()) + sum(self.fp8.values()) + self.island_flops
-        total = known + sum(self.unknown.values())
-        return known / total if total else 1.0
-
-    @property
-    def as_asked(self) -> bool:
-        """Whether the precision is acceptable; False only if no format of the unknown work could change that."""
-        # A wrong refusal stops a good run, so unknown work counts in favor of the step, ten times over.
-        unseen = DOUBT * sum(self.unknown.values())
-        total = sum(self.flops.values())
-        return not total or (self.flops.get(self.expected, 0) + unseen) / (total + unseen) >= SHARE_REQUIRED
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether the unknown work decides: without it the step would be refused, or it had another format."""
-        if not self.unknown or not self.as_asked:
-            return False
-        total = sum(self.flops.values()) + sum(self.unknown.values())
-        likely = (self.flops.get(self.expected, 0) + self.unknown_as_expected) / total if total else 1.0
-        return min(likely, 1.0 if self.share is None else self.share) < SHARE_REQUIRED
-
-    def __str__(self) -> str:
-        islands = f", {self.island_flops:.3g} FLOPs in islands" if self.island_flops else ""
-        fp8 = "".join(f", {work:.3g} FLOPs in {name}" for name, work in self.fp8.items())
-        doubt = f", {share(self.confidence)} of the work known" if self.unknown else ""
-        if self.share is None:
-            other = "other " if self.fp8 else ""
-            return f"{self.expected}: no {other}matrix product or convolution was seen{islands}{fp8}{doubt}"
-        return f"{self.expected}: {share(self.share)} of {sum(self.flops.values()):.3g} FLOPs{islands}{fp8}{doubt}"
 
 
 def not_observed(asked: str, seen: Observation) -> PrecisionNotObserved:
@@ -137,79 +71,6 @@ def doubtful(asked: str, seen: Observation) -> Finding:
 def _by_format(seen: Observation) -> str:
     total = sum(seen.flops.values())
     return ", ".join(f"{name} {share(part / total)}" for name, part in seen.flops.items())
-
-
-def is_fp8(name: str) -> bool:
-    """Return whether a format of counted work is an 8-bit one."""
-    return name.startswith(("fp8", "mxfp8", "float8_"))
-
-
-class WorkByFormat:
-    """A listener that adds up work by format and counts islands separately, including those outside the model."""
-
-    def __init__(self, model: nn.Module, expected: str) -> None:
-        self.expected = expected
-        self._flops: Counter[str] = Counter()
-        self._strays: Counter[str] = Counter()
-        self._fp8: Counter[str] = Counter()
-        self._unknown: Counter[str] = Counter()
-        self._unknown_as_expected = 0
-        self._in_islands = 0
-        self._idle = {id(module): path for path, module in islands(model).items() if not _frozen(module)}
-        self.backward_seen = False
-        self._work = StepWork()
-
-    def __call__(self, operation: Operation) -> None:
-        self.backward_seen |= operation.backward
-        work = self._work.of(operation)
-        if operation.islands:
-            self._in_islands += work.flops if work else 0
-            for island in operation.islands:
-                self._idle.pop(id(island), None)
-        elif work and work.flops and not work.is_wide:
-            self._count(operation, work.flops, computed_in(operation))
-        elif work:
-            self._guess(operation, "; torch has nothing narrower" if work.is_wide else "")
-
-    def observation(self) -> Observation:
-        """Return the observations so far."""
-        return Observation(
-            self.expected,
-            dict(self._flops),
-            self._in_islands,
-            dict(self._strays.most_common()),
-            tuple(sorted(self._idle.values())),
-            dict(self._unknown.most_common()),
-            self._unknown_as_expected,
-            dict(self._fp8),
-        )
-
-    def _count(self, operation: Operation, work: int, found: str) -> None:
-        # Not the model's choice: torch itself has no narrower kernel for these.
-        if found == FP32.name and (operation.widened or has_no_narrow_kernel(operation)):
-            return
-        # autocast never casts to fp8, so the model has asked for it by name.
-        if is_fp8(found):
-            self._fp8[found] += work
-            return
-        self._flops[found] += work
-        if found != self.expected:
-            self._strays[f"{operation.module or '(the model itself)'} [{found}]"] += work
-
-    def _guess(self, operation: Operation, note: str) -> None:
-        work, found = guessed(operation)
-        if operation.widened and found == FP32.name:
-            return
-        place = operation.module or "the model itself"
-        self._unknown[f"{operation.function._overloadpacket} in {place} [{found}{note}]"] += work
-        if found == self.expected:
-            self._unknown_as_expected += work
-
-
-def _frozen(module: nn.Module) -> bool:
-    """Return whether all parameters are frozen: such a module may be idle, like an autoencoder with cached latents."""
-    parameters = list(module.parameters())
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 _FIRST, _FACTOR = 10, 10

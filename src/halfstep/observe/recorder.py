@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType, SimpleNamespace
@@ -209,11 +209,11 @@ class MemoryListener(Protocol):
     def module_runs(self, module: nn.Module) -> None:
         """Called before the forward pass of any module, inside the model or not."""
 
-    def reads(self, tensor: Tensor, line: str | None) -> None:
-        """Called once for each storage, before an operation in this line of user code reads it."""
+    def before_use(self, written: Sequence[Tensor], read: Sequence[Tensor], line: str | None) -> None:
+        """Called before an operation in this line of user code writes into tensors, or reads storages.
 
-    def before_write(self, tensor: Tensor, line: str | None) -> None:
-        """Called before an operation in this line of user code writes into a tensor."""
+        `read` has a tensor of each storage that no recorded operation has used before.
+        """
 
     def before_replace(self, tensor: Tensor, line: str | None) -> None:
         """Called before `tensor.data = ...` in this line of user code."""
@@ -338,13 +338,11 @@ class Recorder(TorchDispatchMode):
             self._made |= set(map(storage_key, used))
         old = {storage: tensor for tensor in used if (storage := storage_key(tensor)) not in self._made and storage}
         if old and not _is_machinery():
-            line = running_line()
-            for tensor in written_by(function, arguments, keywords):
-                if storage_key(tensor) in old:
-                    memory.before_write(tensor, line)
-            for storage in old.keys() - self._used:
-                memory.reads(old[storage], line)
-                self._used.add(storage)
+            written = [t for t in written_by(function, arguments, keywords) if storage_key(t) in old]
+            first = old.keys() - self._used
+            if written or first:
+                memory.before_use(written, [old[storage] for storage in first], running_line())
+                self._used |= first
         return set(old)
 
     def _replaces(self, tensor: Tensor) -> None:
@@ -389,7 +387,7 @@ class Recorder(TorchDispatchMode):
 
     def _place(self) -> tuple[Place, bool, int | None]:
         """Return where an operation belongs; a running autograd node tells which forward operation made it."""
-        running, islands = torch._C._current_autograd_node(), island.running()
+        running, islands = torch._C._current_autograd_node(), island.running.islands
         if running is not None and self._running and not islands:
             # Checkpointing recomputes a part of an island without entering the island again.
             islands = self._islands_of.get(self.module, ())
@@ -414,7 +412,7 @@ class Recorder(TorchDispatchMode):
         def begins(_module: nn.Module, _inputs: Any) -> None:
             # A recomputation in backward does not enter the island, and must not overwrite what forward recorded.
             if torch._C._current_autograd_node() is None:
-                self._islands_of[path] = island.running()
+                self._islands_of[path] = island.running.islands
             self._running.append(path)
 
         return begins

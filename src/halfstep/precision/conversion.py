@@ -1,7 +1,8 @@
-"""fp8 and mxfp8: which linear layers the kernels can compute, their conversion, and its undoing.
+"""fp8 and mxfp8: which linear layers the kernels can compute, and their conversion.
 
 A layer is converted in place, by its class: its path, its parameters, its hooks and every reference to it stay the
-same, and its weights stay plain. Layers that a user has converted with torchao are recognized, and left as they are.
+same, and its weights stay plain; `converted.restore_layers` undoes it. Layers that a user has converted with torchao
+are recognized, and left as they are.
 """
 
 from __future__ import annotations
@@ -11,24 +12,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.formats import FP8_E4M3, Format
+from halfstep.precision.converted import MARK, LayerConversion, count_change
 from halfstep.precision.hardware import ability, describe, present
-from halfstep.precision.island import count_change, is_island, islands, lift_island
+from halfstep.precision.island import PLACED, islands
 
 MULTIPLES = {"fp8": 16, "fp8-rowwise": 16, "fp8-rowwise-gw-hp": 16, "mxfp8": 32}
 """The kinds of conversion, with the number that both dimensions of a weight must be a multiple of."""
 NEEDS_TORCHAO = "torchao is not installed: pip install 'halfstep[narrow]'"
-_FP8 = Format("fp8", None, FP8_E4M3.largest, 0.0, FP8_E4M3.epsilon)
-"""fp8 with a scale: no dtype rounds to it, and small numbers do not underflow."""
-_MARK = "_halfstep_converted"
-PLACED = "_halfstep_island_of_policy"
-"""The mark of an island that a policy has made."""
 
 
 def has_torchao() -> bool:
@@ -87,7 +82,7 @@ def eligible_layers(
 
 
 def _not_converted(module: nn.Module, weight: Tensor, kind: str, *, tied: bool) -> str:
-    if _base(type(module)) is not nn.Linear and not hasattr(module, _MARK):
+    if _base(type(module)) is not nn.Linear and not hasattr(module, MARK):
         return f"{type(module).__name__} is not a plain Linear"
     if not kind:
         return "the policy leaves it out"
@@ -127,18 +122,6 @@ def _weights(module: nn.Module) -> Iterable[Tensor]:
 # -- conversion -------------------------------------------------------------------------------------------------------
 
 
-class _Conversion(NamedTuple):
-    """What a converted layer was made from."""
-
-    kind: str
-    attributes: tuple[str, ...]
-    """The names of those that it did not have."""
-    own: type
-    """Its class before."""
-    device: torch.device
-    """The device whose kernels it was converted for."""
-
-
 def convert_layers(model: nn.Module, kinds: Mapping[str, str]) -> None:
     """Convert the layers at these paths, each to its kind; on a device without fp8 it is emulated."""
     if not kinds:
@@ -156,7 +139,7 @@ def convert_layers(model: nn.Module, kinds: Mapping[str, str]) -> None:
         own = type(layer)
         layer.__class__ = converted if own is nn.Linear else _sharded(own, converted)  # type: ignore[arg-type]  # a class can be hashed
         vars(layer).update(attributes)
-        setattr(layer, _MARK, _Conversion(kind, tuple(attributes), own, layer.weight.device))
+        setattr(layer, MARK, LayerConversion(kind, tuple(attributes), own, layer.weight.device))
 
 
 def _base(own: type) -> type:
@@ -176,105 +159,3 @@ def _is_emulated(device: torch.device, kind: str) -> bool:
     if device.type not in present():  # fake tensors of an absent GPU, which would have the kernels
         return device.type == "meta"
     return not ability(describe(device), kind.partition("-")[0]).native
-
-
-def restore_layers(model: nn.Module) -> None:
-    """Undo `convert_layers`."""
-    for module in own_conversions(model):
-        mark: _Conversion = vars(module).pop(_MARK)
-        module.__class__ = mark.own
-        for name in mark.attributes:
-            del vars(module)[name]
-        count_change()
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Undo `convert_layers` inside the context."""
-    before = [
-        (layer, type(layer), {name: vars(layer)[name] for name in (_MARK, *vars(layer)[_MARK].attributes)})
-        for layer in own_conversions(model)
-    ]
-    restore_layers(model)
-    try:
-        yield
-    finally:
-        for layer, converted, attributes in before:
-            layer.__class__ = converted
-            vars(layer).update(attributes)
-
-
-def undo_policy(model: nn.Module) -> None:
-    """Restore the layers that a precision has converted, and lift the islands that its policy made."""
-    restore_layers(model)
-    for path, module in model.named_modules():
-        if vars(module).pop(PLACED, False):
-            lift_island(model, path)
-
-
-def converted_layers(model: nn.Module) -> dict[str, str]:
-    """Return the kind of each converted layer by path; of one that a user converted, the class."""
-    found = {path: module for path, module in model.named_modules() if is_converted(module)}
-    return {
-        path.replace("_orig_mod.", ""): vars(module)[_MARK].kind if _MARK in vars(module) else _class_of(module)
-        for path, module in found.items()
-    }
-
-
-def _class_of(module: nn.Module) -> str:
-    own = type(module) if type(module) is not nn.Linear else type(module.weight)
-    return own.__name__
-
-
-# -- converted layers, of halfstep and of others ----------------------------------------------------------------------
-
-
-def is_converted(module: nn.Module) -> bool:
-    """Return whether a linear layer computes in fp8 by torchao: its class, or the class of its weight."""
-    kinds = (*type(module).__mro__, *map(type, module._parameters.values()))
-    return isinstance(module, nn.Linear) and any(kind.__module__.startswith("torchao.") for kind in kinds)
-
-
-def format_in(module: nn.Module, format: Format) -> Format:
-    """Return the format that a layer computes in, in a run of this format."""
-    return _FP8 if is_converted(module) and "forward" not in vars(module) else format
-
-
-def is_changed(model: nn.Module) -> bool:
-    """Return whether a precision has converted layers of a model, or made islands of some."""
-    return any(_MARK in vars(module) or PLACED in vars(module) for module in model.modules())
-
-
-def changed_parts(model: nn.Module) -> tuple[dict[str, str], list[str]]:
-    """Return the kinds of the layers that were converted for their device, and the islands that a policy has made."""
-    named = list(model.named_modules())
-    marks = {path: vars(module)[_MARK] for path, module in named if _MARK in vars(module)}
-    kinds = {path: mark.kind for path, mark in marks.items() if model.get_submodule(path).weight.device == mark.device}
-    return kinds, sorted(path for path, module in named if PLACED in vars(module) and is_island(module))
-
-
-def own_conversions(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that a precision has converted, without those of a user."""
-    return [module for module in model.modules() if _MARK in vars(module)]
-
-
-@contextmanager
-def as_plain(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Compute converted layers as plain ones, on the same weights, inside the context."""
-    before = [(layer, dict(layer._parameters)) for layer in layers]
-    for layer, parameters in before:
-        layer.forward = MethodType(nn.Linear.forward, layer)  # type: ignore[method-assign, assignment]
-        wrapped = {name: p for name, p in parameters.items() if p is not None and plain(p) is not p}
-        layer._parameters.update({name: nn.Parameter(plain(p).detach()) for name, p in wrapped.items()})
-    try:
-        yield
-    finally:
-        for layer, parameters in before:
-            del layer.forward
-            layer._parameters.update(parameters)
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """Return the numbers of a weight that a conversion has wrapped, such as torchao's for mxfp8."""
-    inner = getattr(tensor, "_data", None)
-    return inner if isinstance(inner, Tensor) else tensor

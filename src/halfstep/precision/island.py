@@ -23,6 +23,10 @@ from torch.nn.parameter import is_lazy
 
 from halfstep.errors import WrongUse
 from halfstep.formats import is_narrow, widen
+from halfstep.precision.converted import count_change, restore_layers, restored
+
+PLACED = "_halfstep_island_of_policy"
+"""The mark of an island that a policy has made."""
 
 # -- running islands --------------------------------------------------------------------------------------------------
 # Record which islands are running, for observers. Without an observer it costs one read of an integer.
@@ -33,9 +37,10 @@ class _Entered(threading.local):
 
     def __init__(self) -> None:
         self.islands: tuple[object, ...] = ()
+        """Modules or functions, outermost first."""
 
 
-_entered = _Entered()
+running = _Entered()
 _lock = threading.Lock()
 _watchers = 0
 
@@ -48,17 +53,12 @@ def watched() -> bool:
 @contextmanager
 def entered(island: object) -> Iterator[None]:
     """Mark an island as running inside the context; islands may be nested."""
-    before = _entered.islands
-    _entered.islands = (*before, island)
+    before = running.islands
+    running.islands = (*before, island)
     try:
         yield
     finally:
-        _entered.islands = before
-
-
-def running() -> tuple[object, ...]:
-    """Return the running islands of this thread, outermost first: modules, or functions."""
-    return _entered.islands
+        running.islands = before
 
 
 def watch() -> None:
@@ -73,20 +73,6 @@ def unwatch() -> None:
     global _watchers
     with _lock:
         _watchers -= 1
-
-
-_changes = 0
-
-
-def count_change() -> None:
-    """Count a change of islands or of converted layers, in any model."""
-    global _changes
-    _changes += 1
-
-
-def changes() -> int:
-    """Return the number of these changes; until it grows, every model computes as its precision left it."""
-    return _changes
 
 
 # -- island -----------------------------------------------------------------------------------------------------------
@@ -120,8 +106,6 @@ def island(target: Any, *paths: str) -> Any:
     """
     if not isinstance(target, nn.Module):
         return _widened(target)
-    from halfstep.precision.conversion import restore_layers  # which imports this module
-
     for module in [target.get_submodule(path) for path in paths] or [target]:
         restore_layers(module)
         _raise_island(module)
@@ -141,8 +125,6 @@ def lift_island(model: nn.Module, path: str) -> None:
 @contextmanager
 def trial_island(model: nn.Module, *paths: str) -> Iterator[None]:
     """Make the modules at `paths` islands inside the context; existing islands stay."""
-    from halfstep.precision.conversion import restored  # which imports this module
-
     new = {path: module for path in paths if not is_island(module := model.get_submodule(path))}
     stored = [(tensor, tensor.data) for module in new.values() for tensor in (*module.parameters(), *module.buffers())]
     with ExitStack() as active:
@@ -160,6 +142,14 @@ def trial_island(model: nn.Module, *paths: str) -> Iterator[None]:
             for tensor, data in stored:
                 if is_narrow(data.dtype):
                     tensor.data = data
+
+
+def undo_policy(model: nn.Module) -> None:
+    """Restore the layers that a precision has converted, and lift the islands that its policy made."""
+    restore_layers(model)
+    for path, module in model.named_modules():
+        if vars(module).pop(PLACED, False):
+            lift_island(model, path)
 
 
 def is_island(module: nn.Module) -> bool:

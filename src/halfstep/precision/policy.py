@@ -15,17 +15,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from halfstep.errors import PrecisionRefused
-from halfstep.precision.conversion import (
-    MULTIPLES,
-    NEEDS_TORCHAO,
-    PLACED,
-    changed_parts,
-    convert_layers,
-    eligible_layers,
-    has_torchao,
-    undo_policy,
-)
-from halfstep.precision.island import is_island, island
+from halfstep.precision.conversion import MULTIPLES, NEEDS_TORCHAO, convert_layers, eligible_layers, has_torchao
+from halfstep.precision.converted import MARK
+from halfstep.precision.island import PLACED, is_island, island, undo_policy
 from halfstep.precision.names import DEFAULT, PolicyRule
 
 WIDE = "fp32"
@@ -49,6 +41,19 @@ def apply_policy(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) 
         if not is_island(module := model.get_submodule(path)):
             island(model, path)
             vars(module)[PLACED] = True
+
+
+def is_changed(model: nn.Module) -> bool:
+    """Return whether a precision has converted layers of a model, or made islands of some."""
+    return any(MARK in vars(module) or PLACED in vars(module) for module in model.modules())
+
+
+def changed_parts(model: nn.Module) -> tuple[dict[str, str], list[str]]:
+    """Return the kinds of the layers that were converted for their device, and the islands that a policy has made."""
+    named = list(model.named_modules())
+    marks = {path: vars(module)[MARK] for path, module in named if MARK in vars(module)}
+    kinds = {path: mark.kind for path, mark in marks.items() if model.get_submodule(path).weight.device == mark.device}
+    return kinds, sorted(path for path, module in named if PLACED in vars(module) and is_island(module))
 
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")

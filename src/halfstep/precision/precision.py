@@ -14,7 +14,7 @@ from halfstep.errors import unknown_name
 from halfstep.formats import BF16, FP16, FP32, FP64, TF32, Format
 from halfstep.formats import widen as widen
 from halfstep.precision import flags, names
-from halfstep.precision.conversion import undo_policy
+from halfstep.precision.island import undo_policy
 from halfstep.precision.names import FP8_KINDS, PolicyRule, is_policy, policy_name, policy_parts, precision_names
 
 # -- half convolutions ------------------------------------------------------------------------------------------------

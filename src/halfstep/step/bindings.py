@@ -45,13 +45,18 @@ class Bindings:
         self._kept: list[_Kept] = []
         self._saved: list[Names] = []
         self._containers: list[tuple[Any, Any]] = []
+        self._attributes: list[tuple[Names, int]] = []
+        """The attributes of each module, with the number of torch's own entries in front."""
         self._whole: list[tuple[Names, int]] = []
+        """The same of modules whose lists, dicts and sets are restored."""
 
     def follow(self, modules: Iterable[nn.Module], whole: Iterable[nn.Module] = ()) -> None:
         """Use these modules from now on; of those in `whole`, the members of lists, dicts and sets are restored too."""
         included = {id(part): part for module in whole for part in module.modules()}
-        self._whole = [(part.__dict__, count_torch_entries(part)) for part in included.values()]
-        self._kept = [kept for module in modules for kept in _dictionaries(module, whole=id(module) in included)]
+        self._whole = [(part.__dict__, _count_torch_entries(part)) for part in included.values()]
+        followed = list(modules)
+        self._attributes = [(module.__dict__, _count_torch_entries(module)) for module in followed]
+        self._kept = [kept for module in followed for kept in _dictionaries(module, whole=id(module) in included)]
         self._saved = []
 
     def remember(self) -> None:
@@ -65,6 +70,15 @@ class Bindings:
             self._kept.append(kept)
             self._saved.append(kept.names.copy())
 
+    def attribute_tensors(self) -> list[Tensor]:
+        """Return the tensors among plain attributes, quickly: each step asks for them."""
+        return [
+            value
+            for names, own in self._attributes
+            for value in islice(names.values(), own, None)
+            if isinstance(value, Tensor) and value.grad_fn is None
+        ]
+
     def before(self) -> dict[int, Names]:
         """Return the saved contents of each dictionary, by its id."""
         return {id(names): saved for (names, _), saved in zip(self._kept, self._saved, strict=True)}
@@ -77,17 +91,7 @@ class Bindings:
             _refill(container, before)
 
 
-def attribute_tensors(dictionaries: Iterable[tuple[Names, int]]) -> list[Tensor]:
-    """Return the tensors among plain attributes, quickly; the number is that of torch's own entries in front."""
-    return [
-        value
-        for names, own in dictionaries
-        for value in islice(names.values(), own, None)
-        if isinstance(value, Tensor) and value.grad_fn is None
-    ]
-
-
-def count_torch_entries(module: nn.Module) -> int:
+def _count_torch_entries(module: nn.Module) -> int:
     """Return how many of torch's own entries come first among a module's attributes."""
     return len(_STANDARD) if list(islice(module.__dict__, len(_STANDARD))) == _STANDARD else 0
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,20 +15,29 @@ SMALL = 2**16
 Storage = torch.UntypedStorage
 
 
-def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the strided tensors that hold a tensor's numbers: itself, or those inside a wrapper such as a DTensor.
+def plain_parts(tensors: Iterable[Tensor]) -> list[list[tuple[int, Tensor]]]:
+    """Return for each tensor the strided tensors that hold its numbers, each with the `storage_key` of its memory.
 
-    Empty for tensors without memory of that kind: sparse, meta and fake ones.
+    That is the tensor itself, or those inside a wrapper such as a DTensor. A list is empty for tensors without memory
+    of that kind: sparse, meta and fake ones.
     """
+    return [list(_plain_parts(tensor)) for tensor in tensors]
+
+
+def _plain_parts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
-        inner = [getattr(tensor, name) for name in flatten()[0]]
-        return [part for held in inner if isinstance(held, Tensor) for part in plain_parts(held)]
+        for held in [getattr(tensor, name) for name in flatten()[0]]:
+            if isinstance(held, Tensor):
+                yield from _plain_parts(held)
+        return
     try:
-        tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        storage.data_ptr()
     except (NotImplementedError, RuntimeError, ValueError):  # sparse, fake and uninitialized tensors
-        return []
-    return [] if tensor.is_meta or tensor.layout is not torch.strided else [tensor]
+        return
+    if not tensor.is_meta and tensor.layout is torch.strided:
+        yield int(storage._cdata), tensor
 
 
 def words_of(tensor: Tensor) -> Tensor:
@@ -46,23 +55,48 @@ def words_in(storage: Storage, start: int, length: int) -> Tensor:
     return row.set_(storage, start // size, (length // size,), (1,))  # type: ignore[call-overload,no-any-return]
 
 
-def like(words: Tensor, tensor: Tensor) -> Tensor:
-    """Return a copy of `words_of(tensor)` as a tensor of the same format, shape and strides; it shares the copy."""
-    row = torch.empty(0, dtype=tensor.dtype, device=words.device)
-    return row.set_(words.untyped_storage(), 0, tensor.size(), tensor.stride())  # type: ignore[call-overload,no-any-return]
-
-
 def same_place(a: Tensor, b: Tensor) -> bool:
     """Return whether two plain tensors are one view of one memory: `.data =`, `set_` and `resize_` change that."""
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
+class CopiedTensor(NamedTuple):
+    """A plain tensor with a copy of its memory."""
+
+    name: str
+    tensor: Tensor
+    alias: Tensor
+    """Shares the memory that the tensor had when it was copied first, with its shape and strides."""
+    row: Tensor
+    copy: Tensor
+
+    def before(self) -> Tensor:
+        """Return the copy in the tensor's format, shape and strides; it shares the copy."""
+        row = torch.empty(0, dtype=self.alias.dtype, device=self.copy.device)
+        storage, size, strides = self.copy.untyped_storage(), self.alias.size(), self.alias.stride()
+        return row.set_(storage, 0, size, strides)  # type: ignore[call-overload,no-any-return]
+
+
+def copied_tensors(named: Iterable[tuple[str, Tensor]], known: Iterable[CopiedTensor] = ()) -> list[CopiedTensor]:
+    """Copy plain tensors; those of `known` that have the same memory keep their entry, and its copy may be older."""
+    entries = {id(entry.tensor): entry for entry in known}
+    found = []
+    for name, tensor in named:
+        entry = entries.get(id(tensor))
+        if entry is None or not same_place(tensor, entry.alias):
+            row = words_of(tensor.detach())
+            entry = CopiedTensor(name, tensor, tensor.detach(), row, row.clone())
+        found.append(entry)
+    return found
+
+
 class Copies:
     """Rows of memory with their copies."""
 
-    def __init__(self) -> None:
-        self.rows: list[Tensor] = []
-        self.copies: list[Tensor] = []
+    def __init__(self, copied: Iterable[CopiedTensor] = ()) -> None:
+        entries = list(copied)
+        self.rows = [entry.row for entry in entries]
+        self.copies = [entry.copy for entry in entries]
 
     def add(self, row: Tensor, copy: Tensor | None = None) -> Tensor:
         """Cover a row, with the copy that an earlier window made of it, or a new one; return the copy."""

@@ -75,6 +75,11 @@ def on(device: torch.device, number: Tensor) -> Tensor:
     return number if number.device == device else number.to(device, non_blocking=True)
 
 
+def stacked(numbers: Sequence[Tensor]) -> Tensor:
+    """Return numbers as one row on the device of the first."""
+    return torch.stack([on(numbers[0].device, number) for number in numbers])
+
+
 class Gradients:
     """The gradients of some parameters, treated as one vector over all ranks."""
 
@@ -128,7 +133,7 @@ class Gradients:
             (wide_norm if self.may_be_narrow else _norm)([local]).double().square() / distributed.holders(whole)
             for local, whole in zip(self._summed, (p.grad for p in self.parameters if p.grad is not None), strict=True)
         ]
-        return torch.stack([on(shares[0].device, share) for share in shares]).sum()
+        return stacked(shares).sum()
 
     def first_not_finite(self) -> Tensor | None:
         """Return the first parameter with a non-finite gradient here, or None; one host read, for skipped steps."""
@@ -192,7 +197,7 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 def wide_norm(gradients: list[Tensor]) -> Tensor:
     """Return the 2-norm in fp32 of tensors that may be in bf16, where a norm has three digits."""
     norms = torch._foreach_norm(gradients, 2.0, torch.float32)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([on(norms[0].device, norm) for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(stacked(norms))
     return total
 
 

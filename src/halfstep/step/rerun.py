@@ -28,8 +28,9 @@ from halfstep.observe.nonfinite_origin import (
 )
 from halfstep.observe.reachable import held_by, leaves, outermost, reachable
 from halfstep.observe.recorder import Recorder, as_written, eagerly
-from halfstep.precision.conversion import as_plain, is_changed, own_conversions, undo_policy
-from halfstep.precision.island import trial_island
+from halfstep.precision.converted import as_plain, own_conversions
+from halfstep.precision.island import trial_island, undo_policy
+from halfstep.precision.policy import is_changed
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.loss import Counted, base_count, loss_and_aux, weighted
 from halfstep.step.objective import Objective

@@ -23,20 +23,19 @@ from halfstep.errors import WrongUse
 from halfstep.finding import Finding
 from halfstep.observe.reachable import leaves
 from halfstep.observe.recorder import storage_key
-from halfstep.step.bindings import Bindings, Names, attribute_tensors, count_torch_entries
+from halfstep.step.bindings import Bindings, Names
 from halfstep.step.buffers import same_sparse
 from halfstep.step.memory import (
     SMALL,
+    CopiedTensor,
     Copies,
     WeakBlock,
-    like,
+    copied_tensors,
     plain_parts,
     put_back_places,
-    same_place,
     words_in,
-    words_of,
 )
-from halfstep.step.optimizer_slot import on
+from halfstep.step.optimizer_slot import stacked
 from halfstep.step.unseen_writes import UnseenWrites
 
 OUTSIDE_MODEL = "(outside the model)."
@@ -59,17 +58,6 @@ class _Held(NamedTuple):
     included: bool
 
 
-class _Copied(NamedTuple):
-    """A plain tensor that is copied before each window."""
-
-    name: str
-    tensor: Tensor
-    alias: Tensor
-    """Shares the memory that the tensor had when the window began, with its shape and strides."""
-    row: Tensor
-    copy: Tensor
-
-
 class _Loose:
     """A tensor outside of modules that an observed step has used; somebody else holds it."""
 
@@ -78,14 +66,6 @@ class _Loose:
         self.written = written
         self.copied = written or tensor.numel() <= SMALL or tensor.is_inference()
         """Whether its memory is copied before each window; otherwise it is checked for writes."""
-
-
-class _Finite(NamedTuple):
-    """A buffer of floating point numbers that was finite when it was first seen."""
-
-    name: str
-    buffer: Tensor
-    before: Tensor
 
 
 class Rollback:
@@ -99,12 +79,14 @@ class Rollback:
         self.with_state: list[Any] = []
         self._states: list[Any] = []
         self._bindings, self._unseen = Bindings(), UnseenWrites()
-        self._copied: list[_Copied] = []
+        self._copied: list[CopiedTensor] = []
+        """The tensors that are copied before each window."""
         self._copied_places: list[tuple[Any, ...]] = []
         self._copies, self._copied_storages, self._partly_copied = Copies(), set[int](), set[int]()
         self._unseen_by_storage: dict[int, list[tuple[str, Tensor]]] = {}
         self._sparse: list[tuple[_Held, Tensor]] = []
-        self._finite: list[_Finite] = []
+        self._finite: list[CopiedTensor] = []
+        """Buffers of floating point numbers that were finite when they were first seen."""
         self._never_finite: dict[str, bool] = {}
         self._written: set[str] = set()
         """Names of tensors of modules that a step was seen to write, or that are copied on request."""
@@ -115,7 +97,7 @@ class Rollback:
         """By tensor: those outside of modules that an observed step has used."""
         self._batch: dict[int, str] = {}
         self._included_storages: set[int] = set()
-        self._name_of: Callable[[Tensor], str | None] = _nameless
+        self._name_of: Callable[[Tensor], str | None] = lambda _tensor: None
         self._observations = 0
         self._begin()
         self.follow()
@@ -176,7 +158,6 @@ class Rollback:
         self._bindings.follow((module for _, module in self._modules), self._included)
         # The modules' own dictionaries: walking a model's modules costs more than copying its buffers.
         self._buffers = [module._buffers for _, module in self._modules]
-        self._attributes = [(module.__dict__, count_torch_entries(module)) for _, module in self._modules]
         self._members = _NO_MEMBERS  # the next window sorts the tensors anew
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -221,7 +202,7 @@ class Rollback:
             self.follow()
         self._bindings.remember()
         members: list[Any] = [buffer for slots in self._buffers for buffer in slots.values()]
-        members += attribute_tensors(self._attributes)
+        members += self._bindings.attribute_tensors()
         # By identity: a name may get another tensor, and comparing contents would read the device.
         same = len(members) == len(self._members) and all(map(is_, members, self._members))
         if same and self._places_now() == self._copied_places:
@@ -239,54 +220,57 @@ class Rollback:
 
     def _sort_tensors(self) -> None:
         """Decide which tensors are copied before each window, and which are checked for writes; copy the first."""
-        tensors = [(held, plain_parts(held.tensor)) for held in self._tensors()]
-        self._take_over([(held.name, part) for held, parts in tensors for part in parts])
+        every = list(self._tensors())
+        tensors = list(zip(every, plain_parts(held.tensor for held in every), strict=True))
+        self._take_over([(held.name, key, part) for held, parts in tensors for key, part in parts])
         large = sum(held.tensor.nbytes for held, parts in tensors if parts and _is_large(held))
-        known = {id(copied.tensor): copied for copied in self._copied}
-        self._copied, self._copies, self._sparse, self._finite = [], Copies(), [], []
-        unseen: list[tuple[str, Tensor]] = []
+        self._sparse, self._finite = [], []
+        copied: list[tuple[_Held, int, Tensor]] = []
+        unseen: list[tuple[_Held, int, Tensor]] = []
         for held, parts in tensors:
-            if held.is_parameter and parts and parts[0] is not held.tensor:
+            if held.is_parameter and parts and parts[0][1] is not held.tensor:
                 continue  # a shard: FSDP2 exchanges it for whole parameters by itself
             if not parts and held.tensor.layout is not torch.strided and not held.is_parameter:
                 self._sparse.append((held, held.tensor))
-            copied = held.included and not held.is_parameter
-            copied = copied or held.name in self._written or not (held.is_parameter or _is_large(held))
-            for part in parts:
-                if copied or part.is_inference() or (large <= FEW_BYTES and not held.is_parameter):
-                    self._copied.append(_copied(held.name, part, known.get(id(part))))
-                    if held.is_buffer and part is held.tensor:
-                        self._look_for_finite(self._copied[-1])
-                else:
-                    unseen.append((held.name, part))
-        for entry in self._copied:
-            self._copies.add(entry.row, entry.copy)
+            always = held.name in self._written
+            if not held.is_parameter:
+                always = always or held.included or large <= FEW_BYTES or not _is_large(held)
+            for key, part in parts:
+                (copied if always or part.is_inference() else unseen).append((held, key, part))
+        self._copied = copied_tensors(((held.name, part) for held, _, part in copied), self._copied)
+        self._copies = Copies(self._copied)
+        for (held, _, part), entry in zip(copied, self._copied, strict=True):
+            if held.is_buffer and part is held.tensor:
+                self._look_for_finite(entry)
         self._copied_places = self._places_now()
         self._copies.renew()
         loose = [(entry.name, entry.tensor) for entry in self._loose.values() if not entry.copied]
-        self._unseen.follow(unseen, loose)
+        self._unseen.follow([(held.name, part) for held, _, part in unseen], loose)
         self._unseen_by_storage = {}
-        for name, tensor in unseen:
-            self._unseen_by_storage.setdefault(storage_key(tensor), []).append((name, tensor))
-        self._copied_storages = {storage_key(entry.tensor) for entry in self._copied}
-        self._partly_copied = {storage_key(entry.tensor) for entry in self._copied if not _spans_storage(entry)}
+        for held, key, part in unseen:
+            self._unseen_by_storage.setdefault(key, []).append((held.name, part))
+        self._copied_storages = {key for _, key, _ in copied}
+        self._partly_copied = {
+            key
+            for (_, key, part), entry in zip(copied, self._copied, strict=True)
+            if entry.row.nbytes != part.untyped_storage().nbytes()
+        }
 
     def _places_now(self) -> list[tuple[Any, ...]]:
         return [(copied.tensor.data_ptr(), copied.tensor.shape, copied.tensor.stride()) for copied in self._copied]
 
-    def _look_for_finite(self, copied: _Copied) -> None:
+    def _look_for_finite(self, copied: CopiedTensor) -> None:
         buffer = copied.tensor
         if buffer.dtype in _JUDGED and buffer.numel() and buffer.numel() <= SMALL and not buffer.is_inference():
-            before = like(copied.copy, buffer)
             if copied.name not in self._never_finite:  # once per name: some buffers are replaced in every step
                 self._never_finite[copied.name] = not bool(buffer.isfinite().all())
             if not self._never_finite[copied.name]:
-                self._finite.append(_Finite(copied.name, buffer, before))
+                self._finite.append(copied)
 
-    def _take_over(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def _take_over(self, tensors: Sequence[tuple[str, int, Tensor]]) -> None:
         """Cover memory as that of modules, which was nobody's until the modules ran in an observed step."""
-        for name, part in tensors:
-            loose, block = self._loose.pop(id(part), None), self._blocks.pop(storage_key(part), None)
+        for name, key, part in tensors:
+            loose, block = self._loose.pop(id(part), None), self._blocks.pop(key, None)
             if (loose is not None and loose.written) or (block is not None and block.written):
                 self._written.add(name)
 
@@ -321,7 +305,7 @@ class Rollback:
         self._batch, self._name_of = dict(batch), name_of
         self._observations += 1
         states = (leaf for thing in self.with_state for _, leaf in leaves(thing.state_dict()))
-        self._included_storages = {storage_key(part) for leaf in states for part in plain_parts(leaf)}
+        self._included_storages = {key for key, _ in chain(*plain_parts(states))}
 
     def module_runs(self, module: nn.Module) -> None:
         """Cover a module that is about to run."""
@@ -337,48 +321,46 @@ class Rollback:
     def _went(self, _reference: object) -> None:
         self._stale = True
 
-    def reads(self, tensor: Tensor, line: str | None) -> None:
-        """Cover a tensor from before the window that an operation in this line of code reads."""
-        for part in plain_parts(tensor):
-            key = storage_key(part)
+    def before_use(self, written: Sequence[Tensor], read: Sequence[Tensor], line: str | None) -> None:
+        """Cover memory from before the window that an operation in this line of code is about to write or to read."""
+        for key, part in chain(*plain_parts(written)):
+            self._copy_before_write(key, part, line)
+        for key, part in chain(*plain_parts(read)):
             if not self._is_covered(key) and key not in self._unseen_by_storage:
                 loose = self._add_loose(part, line, written=False)
                 if loose.copied:
                     self._copy_block(key, part, written=False)
 
-    def before_write(self, tensor: Tensor, line: str | None) -> None:
-        """Copy memory from before the window that an operation in this line of code is about to write."""
-        for part in plain_parts(tensor):
-            key = storage_key(part)
-            if key in self._batch:
-                self.batch_written.append(self._batch[key])
-            elif key in self._partly_copied:
-                # Views of the rest of the memory may be written, too.
-                self._partly_copied.remove(key)
-                self._copy_block(key, part, written=True)
-            elif key in self._blocks:
-                loose, block = self._add_loose(part, line, written=True), self._blocks[key]
-                if key in self._new_blocks and not block.written:
-                    self._seen.append(loose.name)
-                block.written = True
-            elif key in self._unseen_by_storage:
-                self._copied_storages.add(key)
-                for name, own in self._unseen_by_storage.pop(key):
-                    # It holds what it held when the window began: the first write is this one.
-                    self._copied.append(_copied(name, own, None))
-                    self._copies.add(self._copied[-1].row, self._copied[-1].copy)
-                    self._written.add(name)
-                    self._seen.append(name)
-            elif not self._is_covered(key) and not self._is_gradient(key):
-                self._copy_block(key, part, written=True)
-                self._seen.append(self._add_loose(part, line, written=True).name)
+    def _copy_before_write(self, key: int, part: Tensor, line: str | None) -> None:
+        if key in self._batch:
+            self.batch_written.append(self._batch[key])
+        elif key in self._partly_copied:
+            # Views of the rest of the memory may be written, too.
+            self._partly_copied.remove(key)
+            self._copy_block(key, part, written=True)
+        elif key in self._blocks:
+            loose, block = self._add_loose(part, line, written=True), self._blocks[key]
+            if key in self._new_blocks and not block.written:
+                self._seen.append(loose.name)
+            block.written = True
+        elif key in self._unseen_by_storage:
+            self._copied_storages.add(key)
+            named = self._unseen_by_storage.pop(key)
+            # It holds what it held when the window began: the first write is this one.
+            for entry in copied_tensors(named):
+                self._copied.append(entry)
+                self._copies.add(entry.row, entry.copy)
+            self._written |= {name for name, _ in named}
+            self._seen += [name for name, _ in named]
+        elif not self._is_covered(key) and not self._is_gradient(key):
+            self._copy_block(key, part, written=True)
+            self._seen.append(self._add_loose(part, line, written=True).name)
 
     def before_replace(self, tensor: Tensor, line: str | None) -> None:
         """Cover a tensor that is about to get other memory; that of modules is restored in any case."""
-        for part in plain_parts(tensor):
-            key = storage_key(part)
+        for key, part in chain(*plain_parts([tensor])):
             if key in self._blocks or not (self._is_covered(key) or key in self._unseen_by_storage):
-                self.before_write(part, line)
+                self._copy_before_write(key, part, line)
 
     def _is_covered(self, key: int) -> bool:
         return any(
@@ -389,7 +371,7 @@ class Rollback:
         if torch._C._current_autograd_node() is None:
             return False
         gradients = (held.tensor.grad for held in self._tensors() if held.tensor.is_leaf)
-        return any(storage_key(p) == key for g in gradients if g is not None for p in plain_parts(g))
+        return any(own == key for own, _ in chain(*plain_parts(g for g in gradients if g is not None)))
 
     def _add_loose(self, part: Tensor, line: str | None, *, written: bool) -> _Loose:
         loose = self._loose.get(id(part))
@@ -415,14 +397,13 @@ class Rollback:
         """Return a flag on the device: whether a buffer that once was finite is not; None if there is no candidate."""
         if not self._finite:
             return None
-        numbers = self.largest_magnitudes()
-        largest = torch.stack([on(numbers[0].device, number) for number in numbers]).amax()
+        largest = stacked(self.largest_magnitudes()).amax()
         # Zero of a finite number, else NaN: two kernels, where isfinite() takes five.
         return (largest - largest) != 0
 
     def largest_magnitudes(self) -> list[Tensor]:
         """Return the largest magnitude in each buffer that once was finite; on the device, nothing is read."""
-        buffers = [entry.buffer for entry in self._finite]
+        buffers = [entry.tensor for entry in self._finite]
         return list(torch._foreach_max(torch._foreach_abs(buffers))) if buffers else []
 
     def first_not_finite(self) -> str | None:
@@ -430,8 +411,8 @@ class Rollback:
 
         A buffer that was non-finite before is not checked again.
         """
-        for entry in [entry for entry in self._finite if not bool(entry.buffer.isfinite().all())]:
-            if bool(entry.before.isfinite().all()):
+        for entry in [entry for entry in self._finite if not bool(entry.tensor.isfinite().all())]:
+            if bool(entry.before().isfinite().all()):
                 return entry.name
             self._never_finite[entry.name] = True
         self._finite = [entry for entry in self._finite if not self._never_finite[entry.name]]
@@ -474,7 +455,7 @@ class Rollback:
         for path, module in self._modules:
             for key, buffer in before.get(id(module._buffers), {}).items():
                 copied = copies.get(id(buffer))
-                found[f"{path}.{key}" if path else key] = buffer if copied is None else like(copied.copy, copied.alias)
+                found[f"{path}.{key}" if path else key] = buffer if copied is None else copied.before()
         return found
 
     def keep(self) -> None:
@@ -524,22 +505,6 @@ _JUDGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 def _is_large(held: _Held) -> bool:
     return held.tensor.numel() > SMALL and not held.is_parameter
-
-
-def _copied(name: str, tensor: Tensor, known: _Copied | None) -> _Copied:
-    """Return an entry for a tensor: the known one, or a new one with a copy of what the tensor holds now."""
-    if known is not None and known.tensor is tensor and same_place(tensor, known.alias):
-        return known
-    row = words_of(tensor.detach())
-    return _Copied(name, tensor, tensor.detach(), row, row.clone())
-
-
-def _spans_storage(entry: _Copied) -> bool:
-    return entry.row.nbytes == entry.tensor.untyped_storage().nbytes()
-
-
-def _nameless(_tensor: Tensor) -> None:
-    return None
 
 
 def _first_write(names: Sequence[str], *, restored: bool) -> Finding:

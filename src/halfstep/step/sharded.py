@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from halfstep import distributed
 from halfstep.errors import WrongUse, in_one_line
 from halfstep.finding import Finding
-from halfstep.precision.conversion import converted_layers
+from halfstep.precision.converted import converted_layers
 from halfstep.precision.island import islands
 from halfstep.precision.names import FP8
 from halfstep.step.optimizer_slot import Gradients

@@ -34,7 +34,7 @@ from halfstep.observe.module_values import ModuleValues
 from halfstep.observe.reachable import leaves
 from halfstep.observe.recorder import as_written, compiled_modules, eagerly, uses_compiled
 from halfstep.out_of_memory import is_too_large
-from halfstep.precision.conversion import as_plain, format_in, is_converted
+from halfstep.precision.converted import as_plain, format_in, has_converted, is_converted
 from halfstep.precision.precision import Precision, precision_named
 from halfstep.step.objective import Objective
 from halfstep.step.rerun import (
@@ -133,7 +133,7 @@ def check_start(
     `pair` matches losses with optimizers; `include` are objects next to the model that are restored too. An error in a
     run is no result: if it is the step's own, the step will raise it again.
     """
-    if precision.computes.epsilon <= FP32.epsilon and not any(map(is_converted, model.modules())):
+    if precision.computes.epsilon <= FP32.epsilon and not has_converted(model):
         return None
     begun, samples = time.perf_counter(), None
     try:
@@ -301,7 +301,7 @@ class _Judge:
     def __init__(self, model: nn.Module, precision: Precision, wide: _Ran, narrow: _Ran, factor: float) -> None:
         self._formats = {as_written(path): format_in(m, precision.computes) for path, m in model.named_modules()}
         self._wide, self._narrow = wide, narrow
-        converted = any(map(is_converted, model.modules()))
+        converted = has_converted(model)
         theirs = converted and not precision.changes_model
         self._name = f"{precision.name} with fp8 layers" if theirs else precision.name
         self._epsilon = max(format.epsilon for format in self._formats.values())

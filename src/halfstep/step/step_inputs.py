@@ -154,8 +154,8 @@ class TensorNames:
     def __call__(self, tensor: Tensor) -> str | None:
         if self._names is None:
             found = [(f"{root}.{name}", thing) for root, top in self._roots for name, thing in reachable(top)]
-            parts = [(name, part) for name, thing in found if isinstance(thing, Tensor) for part in plain_parts(thing)]
-            self._names = {storage_key(part): name for name, part in reversed(parts)}
+            named = [(name, thing) for name, thing in found if isinstance(thing, Tensor)]
+            self._names = {key: name for name, key in reversed(_storages(named))}
         return self._names.get(storage_key(tensor))
 
 
@@ -220,8 +220,12 @@ def versions_of(tree: Sequence[Any]) -> tuple[int, ...]:
 
 def storages_of(tree: Sequence[Any]) -> dict[int, str]:
     """Return the storages of a batch's tensors, each with the path of its tensor."""
-    found = [(path, part) for path, leaf in leaves(list(tree)) for part in plain_parts(leaf)]
-    return {storage_key(part): path for path, part in found}
+    return {key: path for path, key in _storages(list(leaves(list(tree))))}
+
+
+def _storages(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, int]]:
+    parts = plain_parts(tensor for _, tensor in named)
+    return [(name, key) for (name, _), own in zip(named, parts, strict=True) for key, _ in own]
 
 
 def generator_states(device: torch.device) -> list[Tensor]:

@@ -17,7 +17,8 @@ from torch import nn
 
 from halfstep.errors import WrongUse
 from halfstep.observe.precision_check import Watch
-from halfstep.precision.island import changes, settle
+from halfstep.precision.converted import changes
+from halfstep.precision.island import settle
 from halfstep.step import checks
 from halfstep.step.loss import ONLY, loss_and_aux
 from halfstep.step.objective import LocalFlags, Objective, Votes, refused_by, report_of

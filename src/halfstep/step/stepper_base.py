@@ -15,9 +15,10 @@ from halfstep import distributed
 from halfstep.errors import StateMismatch, WrongUse, check_same_keys, check_same_presence
 from halfstep.finding import Finding
 from halfstep.formats import FP32
-from halfstep.observe.precision_check import LookAgain, LookSchedule, Observation, Watch, may_look_again
-from halfstep.precision.conversion import converted_layers
-from halfstep.precision.island import changes, islands, settle
+from halfstep.observe.flops import Observation
+from halfstep.observe.precision_check import LookAgain, LookSchedule, Watch, may_look_again
+from halfstep.precision.converted import changes, converted_layers
+from halfstep.precision.island import islands, settle
 from halfstep.precision.precision import Precision
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.step import checks

@@ -60,7 +60,7 @@ def find_mistakes(model: nn.Module, precision: Precision) -> list[Finding]:
 
 
 def _cast_tables(model: nn.Module) -> Iterator[Finding]:
-    cast = [(n, b) for n, b in model.named_buffers() if is_narrow(b.dtype) and _TABLES.search(n)]
+    cast = [(n, b) for n, b in model.named_buffers() if _TABLES.search(n) and is_narrow(b.dtype)]
     if cast:
         names, format = [name for name, _ in cast], name_of(cast[0][1].dtype)
         yield Finding(

@@ -33,7 +33,7 @@ from halfstep.train.outputs import RunOutputs, ema_weights
 from halfstep.train.setup import AnyRecipe, Parts
 from halfstep.train.sharding import ReductionNotes
 from halfstep.train.signals import AFTER_BATCH, AFTER_PICTURES, AFTER_STEP, SAVED, Stopping
-from halfstep.train.state import RunObjects, State
+from halfstep.train.state import RunObjects
 from halfstep.train.task import Task
 from halfstep.train.throughput import ENOUGH, Length, Throughput, TimeLeft, too_long
 from halfstep.train.watchdog import Beat, no_beat
@@ -161,8 +161,6 @@ class Loop:
         """Yield the report of every step. A started epoch always ends with its evaluation."""
         self.model.train()
         self._stop_if_alone()
-        # A state that cannot be saved is reported now, not after hours of training.
-        State.of(self.live).snapshot(self.progress.attempts, {})
         while (self.progress.step_in_epoch or self._left(self.progress.epoch)) and not self._enough():
             yield from self._epoch()
         self.stopping.will_stop(SAVED)

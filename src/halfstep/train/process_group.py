@@ -17,11 +17,10 @@ import torch.distributed as dist
 from halfstep import distributed
 from halfstep.data.dataset import generators_aside
 from halfstep.errors import NotBegun, WrongUse, in_one_line
-from halfstep.launch_variables import count_in, launched_rank
+from halfstep.launch_variables import count_in, launched_rank, slurm_ranks
 from halfstep.peers import Peers, host_id, read_processes, this_process
 from halfstep.precision.hardware import describe, present
 from halfstep.recipe.schema import AUTO
-from halfstep.slurm import slurm_ranks
 from halfstep.train.peer_watch import PeerWatch
 from halfstep.train.signals import not_begun, stop_at_once
 

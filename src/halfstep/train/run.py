@@ -31,7 +31,7 @@ from halfstep.journal.telemetry import Telemetry
 from halfstep.numbers import duration, to_float
 from halfstep.page import Column, Page, Pairs, Paragraph, Table, charts_of
 from halfstep.precision import flags
-from halfstep.precision.conversion import converted_layers
+from halfstep.precision.converted import converted_layers
 from halfstep.recipe.resolve import ChosenSetting
 from halfstep.status_line import OnProgress
 from halfstep.train.environment import AutoChoices, git_revision

@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from halfstep.data.image_files import DEEPEST, FORMATS, MOST_BYTES, MOST_PIXELS, SUFFIXES, orientation, stream_of
-from halfstep.data.layout import ALL, SEGMENTATION, Layout, SplitFolder, held_out_exactly, place_of, usual_share
+from halfstep.data.layout import ALL, SEGMENTATION, Layout, SplitFolder, held_out_exactly, places_of, usual_share
 from halfstep.data.mask_classes import MaskCounts, MaskReading, counts_in, read_masks_as
 from halfstep.status_line import OnProgress
 
@@ -326,7 +326,7 @@ def _assign_splits(samples: list[SampleFacts], folder: Path) -> list[SampleFacts
     # The default share and the rule of a new run, so that copies across the two sides are found.
     open_ = [number for number, sample in enumerate(samples) if sample.split in (ALL, "train")]
     keys = [Path(os.path.relpath(samples[number].image.path, folder)).as_posix() for number in open_]
-    places, share = [place_of(key) for key in keys], usual_share(len(keys))
+    places, share = places_of(keys), usual_share(len(keys))
     chosen = held_out_exactly(places, share) if len(places) > 1 else set()
     sides = {number: "val" if index in chosen else "train" for index, number in enumerate(open_)}
     return [

@@ -7,7 +7,7 @@ more than the areas of the shapes do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,10 @@ class Drawn:
     def name(self, index: int) -> str:
         """Return the kind of image, its seed and its number."""
         return f"{self.kind} {self.seed}/{index}"
+
+    def keys_of(self, numbers: Sequence[int]) -> list[str]:
+        """Return the names of several samples."""
+        return [self.name(number) for number in numbers]
 
 
 class ShapeMasks(Drawn):

@@ -12,8 +12,8 @@ from halfstep.json_data import JsonResult
 from halfstep.measure.audit.model_tree import ModuleFlops, model_tree
 from halfstep.measure.audit.report import IslandVerdict, ModuleRow, RangeOfValues
 from halfstep.numbers import several, share
+from halfstep.observe.flops import is_fp8
 from halfstep.observe.lint.listener import Spotted
-from halfstep.observe.precision_check import is_fp8
 from halfstep.page import (
     Block,
     Column,

@@ -29,11 +29,10 @@ from halfstep.measure.survival import (
     undisturbed,
 )
 from halfstep.observe.emulate import Ranges, RoundedOutputs
-from halfstep.observe.flops import computed_in, flops
+from halfstep.observe.flops import Observation, WorkByFormat, computed_in, flops
 from halfstep.observe.lint.calls import Calls
 from halfstep.observe.lint.functions import OwnFunctions
 from halfstep.observe.lint.listener import Lint, Spotted
-from halfstep.observe.precision_check import Observation, WorkByFormat
 from halfstep.observe.recorder import Operation, Recorder, as_it_is
 from halfstep.precision.island import lift_island, settle
 from halfstep.precision.precision import Precision

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionNotObserved
-from halfstep.observe.precision_check import SHARE_REQUIRED
+from halfstep.observe.flops import SHARE_REQUIRED
 from halfstep.precision.precision import Precision
 from halfstep.selftest.part import Measured, PartContext, PartFailed, require
 from halfstep.selftest.small import batch, classified, convolutional_model
