@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MOTO = Path(os.environ.get("HALFSTEP_MOTO", ROOT / ".venv-moto")) / "bin" / "moto_server"
 S3RVER = Path(os.environ.get("HALFSTEP_S3RVER", "/nowhere")) / "node_modules" / "s3rver" / "bin" / "s3rver.js"
-RCLONE = shutil.which("rclone", path=os.environ.get("HALFSTEP_RCLONE"))
+RCLONE = shutil.which("rclone", path=os.environ.get("HALFSTEP_RCLONE", "/nowhere"))
 MISSING = f"no moto at {MOTO}: scripts/store_server installs it"
 BUCKET = "bkt"
 STARTS_WITHIN = 120.0
