@@ -119,6 +119,9 @@ def test_the_order_of_shards_is_explained_once_they_have_an_index(
         assert said["order"]["order"] == {"name": "randperm", "chunk": 0, "window": 0}
         assert said["order"]["mixing"] == 0.0
         assert 1.0 < said["order"]["read_ratio"] < 9.0, "tar headers next to tiny images"
+    named = call("explain", "cifar10", f"{data}/train/s-{{00..01}}.tar")
+    assert (named.exit_code, "has no index yet" in named.output) == (65, True), "an index is of one set of shards"
+    assert call("explain", "cifar10", "s3://").exit_code == 78, "an address is one of data, not a setting"
     window = tmp_path / "window.yaml"
     window.write_text(recipe_text("cifar10")[1].replace("  name: shards", "  name: shards\n  window: 3"))
     said = json.loads(call("explain", str(window), str(data), "--json").output)["order"]

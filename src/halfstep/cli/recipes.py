@@ -152,7 +152,7 @@ def _explain(recipe: str, setting: str | None, json: bool) -> None:
     if task not in schemas:
         raise unknown_name("task", task, schemas)
     chosen = [row for row in rows(schemas[task]) if setting is None or _is_meant(row, setting)]
-    if not chosen and setting is not None and os.path.exists(os.path.expanduser(setting)):
+    if not chosen and setting is not None and _is_data(setting):
         _show_order(found, setting, json)
         return
     if not chosen:
@@ -186,6 +186,13 @@ def _show_order(found: RawRecipe, folder: str, json: bool) -> None:
     facts = explain_order(found, folder)
     page = Page(f"recipe {found.label}", (Paragraph(str(facts)),))
     show_result({"recipe": found.label, "folder": folder, "order": facts}, page, json)
+
+
+def _is_data(word: str) -> bool:
+    from halfstep.data.layout import is_address
+    from halfstep.data.shard_patterns import is_pattern
+
+    return is_address(word) or is_pattern(word) or os.path.exists(os.path.expanduser(word))
 
 
 def _is_meant(row: SettingRow, word: str) -> bool:
