@@ -17,11 +17,10 @@ from faults import child, rig
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
 from halfstep.errors import HalfstepError
-from halfstep.launch_variables import launched_rank
+from halfstep.launch_variables import launched_rank, slurm_ranks
 from halfstep.recipe.sources import read_recipe
 from halfstep.report.run_charts import smooth
 from halfstep.runs.resolve import resolved_recipe
-from halfstep.slurm import slurm_ranks
 from halfstep.train.process_group import device_of
 from halfstep.train.run_folder import check_run
 from halfstep.train.state import checked_components
