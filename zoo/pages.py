@@ -5,7 +5,7 @@ from __future__ import annotations
 from zoo import Pain, pains
 
 SIDE_BY_SIDE = {
-    "p02": "clean data after a run of NaN batches",
+    "p02": "clean batches after several NaN batches in a row",
     "p05": "learning rate after skipped steps",
     "p09": "BatchNorm after a skipped step",
     "p12": "one NaN gradient in bf16",
