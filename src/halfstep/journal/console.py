@@ -23,6 +23,7 @@ from halfstep.journal import text as words
 from halfstep.journal.events import Event
 from halfstep.journal.jsonl import LOG
 from halfstep.journal.latest import Latest
+from halfstep.printable import in_line
 
 
 def line_of(latest: Latest) -> list[words.LineItem]:
@@ -117,7 +118,7 @@ def live_area(latest: Latest, clocks: Clocks, width: int, encoding: str) -> list
     """Return the lines of the live area; none is longer than `width`."""
     start, step = latest.start, latest.step
     if not start or not step or latest.stage:
-        doing = words.clean(latest.stage.get("text", "preparing the first step"))
+        doing = in_line(latest.stage.get("text", "preparing the first step"))
         line = Text(f" {doing}  {numbers.clock(clocks.stage)}", style="dim", no_wrap=True, overflow="ellipsis")
         line.truncate(width, overflow="ellipsis")
         return [line]
@@ -219,7 +220,7 @@ def first_screen(start: Event, width: int, height: int) -> list[Line]:
             room, left_out = 0, left_out + 1
     if left_out:
         log = os.path.join(start["dir"], LOG)
-        shown.append(Line(words.clean(f"{numbers.several(left_out, 'line')} more in {log}"), "dim"))
+        shown.append(Line(in_line(f"{numbers.several(left_out, 'line')} more in {log}"), "dim"))
     return shown
 
 
@@ -228,7 +229,7 @@ def _lines(start: Event) -> list[Line]:
     header = words.header(start)
     label = max(len(word) for word, _ in header)
     return [
-        Line(f"halfstep train {words.clean(start['label'])}", "bold"),
+        Line(f"halfstep train {in_line(start['label'])}", "bold"),
         *(Line(text, "yellow" if alarm else "cyan") for text, alarm in words.resumed(start)),
         Line(words.precision(start), "bold green" if mixed else "bold"),
         *(Line(text, "dim", 2, spare=True) for text in words.why(start)),
@@ -300,7 +301,7 @@ class LiveConsole:
         elif kind == events.GUARD:
             self._print_guard(event)
         elif kind == events.NOTE:
-            self._print(words.clean(event["text"]), "yellow" if event.get("level") == "warning" else "dim")
+            self._print(in_line(event["text"]), "yellow" if event.get("level") == "warning" else "dim")
 
     def _begin(self, start: Event) -> None:
         for line in first_screen(start, self._console.width, self._console.height):

@@ -14,6 +14,7 @@ from halfstep.journal.console import line_of
 from halfstep.journal.events import Event, to_write
 from halfstep.journal.latest import CHECKPOINT, Latest
 from halfstep.ownership import owner_of
+from halfstep.printable import in_line
 
 
 class Plain:
@@ -24,7 +25,7 @@ class Plain:
         self._latest = Latest()
         self._lines: dict[str, Callable[[Event], list[str]]] = {
             events.START: self._start,
-            events.STAGE: lambda event: [f"{words.clean(event['text'])} ..."],
+            events.STAGE: lambda event: [f"{in_line(event['text'])} ..."],
             events.PRECISION_CHECK: lambda event: [words.precision_check(event)],
             events.STEP: self._step,
             events.SPEED: self._speed,
@@ -57,7 +58,7 @@ class Plain:
         """Do nothing: the stream belongs to the caller."""
 
     def _start(self, event: Event) -> list[str]:
-        title = f"halfstep train {words.clean(event['label'])}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
+        title = f"halfstep train {in_line(event['label'])}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
         header = words.header(event)
         width = max(len(word) for word, _ in header)
         again = [f"warning: {text}" if alarm else text for text, alarm in words.resumed(event)]
@@ -90,7 +91,7 @@ class Plain:
 
     def _note(self, event: Event) -> list[str]:
         level = "warning: " if event.get("level") == "warning" else ""
-        return [level + words.clean(event["text"])]
+        return [level + in_line(event["text"])]
 
 
 class LogFile(Plain):

@@ -44,11 +44,6 @@ class LineItem(NamedTuple):
     alarm: bool = False
 
 
-def clean(text: Any) -> str:
-    """Return free text on one line, without characters that would control a terminal."""
-    return in_line(text)
-
-
 def fitted(text: str, encoding: str | None) -> str:
     """Return the text as an output can encode it; characters that it lacks become ASCII."""
     try:
@@ -60,7 +55,7 @@ def fitted(text: str, encoding: str | None) -> str:
 
 def named(metric: str) -> str:
     """Return the usual spelling of a metric."""
-    words = " ".join(_NAMES.get(word.lower(), word) for word in clean(metric).split("_"))
+    words = " ".join(_NAMES.get(word.lower(), word) for word in in_line(metric).split("_"))
     return words if words.startswith(tuple(_NAMES.values())) else words[:1].upper() + words[1:]
 
 
@@ -86,7 +81,7 @@ def precision(start: Event) -> str:
     """Return the sentence on precision: the requested one and the chosen one."""
     asked, chosen = start["precision"]["asked"], start["precision"]["chosen"]
     found = {finding["id"] for finding in start.get("findings", ())}
-    ending = f", asked for {clean(asked)}" if str(asked) != chosen else ", as asked for"
+    ending = f", asked for {in_line(asked)}" if str(asked) != chosen else ", as asked for"
     ending += ": the fallback on this device" if "precision.substituted" in found else ""
     ending += ", and slow on this device" if "precision.slow" in found else ""
     if not is_mixed(chosen):
@@ -131,26 +126,26 @@ def header(start: Event) -> list[tuple[str, str]]:
         ("run folder", f"{start['dir']} (every setting is in its recipe.yaml)"),
         ("versions", " · ".join(f"{name} {number}" for name, number in versions.items())),
     ]
-    return [(word, clean(line)) for word, line in rows]
+    return [(word, in_line(line)) for word, line in rows]
 
 
 def recipe(start: Event) -> list[str]:
     """Return the resolved recipe, one line per section."""
-    return [clean(f"{section}: {_in_line(content)}") for section, content in start["recipe"].items() if content != {}]
+    return [in_line(f"{section}: {_as_text(content)}") for section, content in start["recipe"].items() if content != {}]
 
 
 def why(start: Event) -> list[str]:
     """Return the reasons for the precision: translated settings, the choice, and why."""
     said = start["precision"]
     lines = [said.get("took"), said.get("summary"), *said.get("reasons", ())]
-    return list(dict.fromkeys(clean(line) for line in lines if line))
+    return list(dict.fromkeys(in_line(line) for line in lines if line))
 
 
 def remarks(start: Event) -> list[LineItem]:
     """Return the notes and findings at the start of a run."""
-    notes = [LineItem(clean(note)) for note in start.get("notes", ())]
+    notes = [LineItem(in_line(note)) for note in start.get("notes", ())]
     findings = [
-        LineItem(clean(f"{f['severity']} {f['id']}: {f['evidence']} ({f['fix']})"), f["severity"] != "note")
+        LineItem(in_line(f"{f['severity']} {f['id']}: {f['evidence']} ({f['fix']})"), f["severity"] != "note")
         for f in start.get("findings", ())
     ]
     return notes + findings
@@ -174,7 +169,8 @@ def skips(skipped: Mapping[str, int]) -> str:
     """Return the skips by reason: `3 skipped (2 gradient_overflow, 1 loss_not_finite)`."""
     total = sum(skipped.values())
     reasons = ", ".join(
-        f"{numbers.count(n)} {clean(reason)}" if len(skipped) > 1 else clean(reason) for reason, n in skipped.items()
+        f"{numbers.count(n)} {in_line(reason)}" if len(skipped) > 1 else in_line(reason)
+        for reason, n in skipped.items()
     )
     return f"{numbers.count(total)} skipped ({reasons})" if total else "none skipped"
 
@@ -186,9 +182,8 @@ def gets_line(nth: int) -> bool:
 
 def skip(step: Event, nth: int) -> str:
     """Return the line on one skipped step."""
-    text = (
-        f"skipped attempt {numbers.count(step['attempt'])}: {clean(step['reason'])}, loss {numbers.value(step['loss'])}"
-    )
+    attempt, loss = numbers.count(step["attempt"]), numbers.value(step["loss"])
+    text = f"skipped attempt {attempt}: {in_line(step['reason'])}, loss {loss}"
     if step.get("loss_scale") not in (None, 1.0):
         text += f", scale {numbers.scale(step['loss_scale'])}"
     if step.get("quarantined"):
@@ -200,7 +195,7 @@ def skip(step: Event, nth: int) -> str:
 
 def guard(event: Event) -> list[str]:
     """Return the lines of a guard event; those after the first are its evidence."""
-    first, *others = [clean(line) for line in str(event["text"]).splitlines() if line.strip()] or [""]
+    first, *others = [in_line(line) for line in str(event["text"]).splitlines() if line.strip()] or [""]
     return [f"guard: {first}", *(f"  {line.strip()}" for line in others)]
 
 
@@ -211,19 +206,19 @@ def bad_sample(event: Event) -> str:
         if event["replacement"] >= 0
         else "it is left out of the evaluation"
     )
-    return clean(f"cannot use {event['name']}: {event['reason']}; {instead}")
+    return in_line(f"cannot use {event['name']}: {event['reason']}; {instead}")
 
 
 def precision_check(event: Event) -> str:
     """Return the line on the precision that was observed in the first step."""
     share = "" if event["share"] is None else f"{numbers.share(event['share'])} "
-    text = clean(event["text"]) or f"{share}in {clean(event['expected'])}"
+    text = in_line(event["text"]) or f"{share}in {in_line(event['expected'])}"
     return f"✓ observed: {text}" if numbers.to_float(event["share"]) >= _MOST else f"observed: {text}"
 
 
 def saved(event: Event) -> str:
     """Return the line on a file that was written."""
-    return clean(f"saved {event['kind']}: {event['file']}")
+    return in_line(f"saved {event['kind']}: {event['file']}")
 
 
 def summary(event: Event, metric: str) -> list[str]:
@@ -240,11 +235,11 @@ def summary(event: Event, metric: str) -> list[str]:
     return [*lines, f"  {_closing(event)}"]
 
 
-def _in_line(content: Any) -> str:
+def _as_text(content: Any) -> str:
     if isinstance(content, Mapping):
-        return ", ".join(f"{key} {_in_line(value)}" for key, value in content.items())
+        return ", ".join(f"{key} {_as_text(value)}" for key, value in content.items())
     if isinstance(content, list):
-        return f"[{', '.join(_in_line(value) for value in content)}]"
+        return f"[{', '.join(_as_text(value) for value in content)}]"
     if isinstance(content, float):
         return f"{content:g}"
     if isinstance(content, bool):
@@ -327,12 +322,12 @@ _KEPT = ("best", "last", "curves")
 
 def ending(event: Event, latest: Latest) -> list[str]:
     """Return the last lines of a run; the first one is the summary."""
-    reason = _ENDINGS.get(event["reason"], clean(event["reason"]))
+    reason = _ENDINGS.get(event["reason"], in_line(event["reason"]))
     applied, skipped = numbers.several(event["steps"], "step"), skips(event.get("skipped") or {})
     lines = [f"{reason} after {numbers.duration(event['seconds'])}: {applied} applied, {skipped}"]
     if event.get("error"):
         lines += _in_lines(event["error"])
-    lines += [clean(f"  remedy of the guard: {remedy}") for remedy in event.get("remedies") or ()]
+    lines += [in_line(f"  remedy of the guard: {remedy}") for remedy in event.get("remedies") or ()]
     if event["reason"] in _UNFINISHED:
         lines.append(f"  {_how_to_resume(event, latest)}")
     elif latest.checkpoint is not None and event["reason"] != GAVE_UP:
@@ -342,13 +337,13 @@ def ending(event: Event, latest: Latest) -> list[str]:
         lines.append(f"  best {named(best['metric'])}: {numbers.value(best['value'])}, in epoch {best['epoch']}")
     folder = latest.start.get("dir", "")
     kept = {what: file for what, file in latest.saved.items() if what in _KEPT}
-    lines += [clean(f"  {what} saved in: {os.path.join(folder, file)}") for what, file in kept.items()]
-    lines += [clean(f"  {line}") for line in tracker_hints(latest.start)]
+    lines += [in_line(f"  {what} saved in: {os.path.join(folder, file)}") for what, file in kept.items()]
+    lines += [in_line(f"  {line}") for line in tracker_hints(latest.start)]
     if folder and event["reason"] in _DONE:
         run = shlex.quote(folder)
         folder_of_images = "" if latest.start.get("generates") else " FOLDER"
         commands = (f"report {run}", f"evaluate {run}", f"predict {run}{folder_of_images}", f"export {run}")
-        lines += [clean(f"  {NEXT} halfstep {command}") for command in commands]
+        lines += [in_line(f"  {NEXT} halfstep {command}") for command in commands]
     return (
         lines
         + _in_lines(event.get("checkpoint_note"))
@@ -358,18 +353,18 @@ def ending(event: Event, latest: Latest) -> list[str]:
 
 def _in_lines(text: str | None) -> list[str]:
     """Return printable lines, indented."""
-    return [f"  {clean(line)}" for line in (text or "").splitlines() if line.strip()]
+    return [f"  {in_line(line)}" for line in (text or "").splitlines() if line.strip()]
 
 
 def _how_to_resume(event: Event, latest: Latest) -> str:
     signal = event.get("signal")
     if event.get("checkpoint"):
         by = f"stopped by {signal} {_place(latest)}: " if signal else ""
-        return clean(f"{by}saved as {event['checkpoint']}; {_again(latest)}")
+        return in_line(f"{by}saved as {event['checkpoint']}; {_again(latest)}")
     by = f"stopped by {signal} {_place(latest)} without saving: " if signal else ""
     if latest.checkpoint is None:
-        return clean(f"{by}no checkpoint was written yet: the same command starts again from step 0")
-    return f"{clean(f'{by}{_again(latest)}')} from checkpoint {_named(latest.checkpoint)}"
+        return in_line(f"{by}no checkpoint was written yet: the same command starts again from step 0")
+    return f"{in_line(f'{by}{_again(latest)}')} from checkpoint {_named(latest.checkpoint)}"
 
 
 def _again(latest: Latest) -> str:
@@ -381,7 +376,7 @@ def _again(latest: Latest) -> str:
 
 
 def _named(checkpoint: CheckpointName) -> str:
-    return f"{clean(checkpoint.name)} (step {numbers.count(checkpoint.attempt)})"
+    return f"{in_line(checkpoint.name)} (step {numbers.count(checkpoint.attempt)})"
 
 
 def _place(latest: Latest) -> str:
@@ -424,8 +419,8 @@ def _where(said: dict[str, Any], start: Event) -> LineItem:
     at, end = numbers.count(said["attempt"]), numbers.count(start["steps"])
     rest = f"from checkpoint {said['checkpoint']}{_repeated(said.get('repeated_steps'))}"
     if said["attempt"] > start["steps"]:
-        return LineItem(clean(f"resumed at step {at} {rest}: the run is already beyond its new end, step {end}"))
-    return LineItem(clean(f"resumed at step {at} of {end} {rest}"))
+        return LineItem(in_line(f"resumed at step {at} {rest}: the run is already beyond its new end, step {end}"))
+    return LineItem(in_line(f"resumed at step {at} of {end} {rest}"))
 
 
 def _extended(said: Mapping[str, Any] | None) -> list[LineItem]:
@@ -451,6 +446,6 @@ def _repeated(repeated: int | None) -> str:
 
 
 def _first_lines(word: str, lines: Iterable[Any], alarm: bool) -> list[LineItem]:
-    every = [LineItem(clean(f"{word}{line}"), alarm) for line in lines]
+    every = [LineItem(in_line(f"{word}{line}"), alarm) for line in lines]
     more = len(every) - MOST_LINES
     return [*every[:MOST_LINES], LineItem(f"{word}{more} more, which are in the journal", alarm)] if more > 0 else every
