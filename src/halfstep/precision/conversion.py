@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from halfstep.precision.converted import MARK, LayerConversion, count_change
 from halfstep.precision.hardware import ability, describe, present
-from halfstep.precision.island import PLACED, islands
+from halfstep.precision.island import PLACED, is_inside, islands
 
 MULTIPLES = {"fp8": 16, "fp8-rowwise": 16, "fp8-rowwise-gw-hp": 16, "mxfp8": 32}
 """The kinds of conversion, with the number that both dimensions of a weight must be a multiple of."""
@@ -71,7 +71,7 @@ def eligible_layers(
             continue
         kind = kinds if isinstance(kinds, str) else kinds.get(path, "")
         reason = _not_converted(module, weight, kind, tied=used[id(weight)] > 1)
-        if any(path == island or path.startswith(f"{island}.") or not island for island in wide):
+        if any(is_inside(path, island) for island in wide):
             reason = "it is in an fp32 island"
         inputs, outputs = weight.shape[1:].numel(), weight.shape[0]
         found.append(LayerRow(path, inputs, outputs, "" if reason else kind, reason, (rows or {}).get(path)))

@@ -76,16 +76,13 @@ def own_conversions(model: nn.Module) -> list[nn.Module]:
 
 def converted_layers(model: nn.Module) -> dict[str, str]:
     """Return the kind of each converted layer by path; of one that a user converted, the class."""
-    found = {path: module for path, module in model.named_modules() if is_converted(module)}
-    return {
-        path.replace("_orig_mod.", ""): vars(module)[MARK].kind if MARK in vars(module) else _class_of(module)
-        for path, module in found.items()
-    }
-
-
-def _class_of(module: nn.Module) -> str:
-    own = type(module) if type(module) is not nn.Linear else type(module.weight)
-    return own.__name__
+    found = {}
+    for path, module in model.named_modules():
+        if is_converted(module):
+            own = type(module) if type(module) is not nn.Linear else type(module.weight)
+            kind: str = vars(module)[MARK].kind if MARK in vars(module) else own.__name__
+            found[path.replace("_orig_mod.", "")] = kind
+    return found
 
 
 def is_converted(module: nn.Module) -> bool:

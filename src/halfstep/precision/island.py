@@ -157,11 +157,16 @@ def is_island(module: nn.Module) -> bool:
     return isinstance(module, Island)
 
 
+def is_inside(path: str, outer: str) -> bool:
+    """Return whether the module at a path is the one at `outer`, or below it."""
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
 def islands(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost islands of a model by path."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if is_island(module) and not any(path.startswith(f"{outer}.") or outer == "" for outer in found):
+        if is_island(module) and not any(is_inside(path, outer) for outer in found):
             found[path] = module
     return found
 

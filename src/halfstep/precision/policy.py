@@ -17,7 +17,7 @@ from torch import nn
 from halfstep.errors import PrecisionRefused
 from halfstep.precision.conversion import MULTIPLES, NEEDS_TORCHAO, convert_layers, eligible_layers, has_torchao
 from halfstep.precision.converted import MARK
-from halfstep.precision.island import PLACED, is_island, island, undo_policy
+from halfstep.precision.island import PLACED, is_inside, is_island, island, undo_policy
 from halfstep.precision.names import DEFAULT, PolicyRule
 
 WIDE = "fp32"
@@ -90,7 +90,9 @@ def place(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) -> Plac
                 allowed="modules in fp32 with everything that they contain",
                 do=f"name the parts of {path} that are to stay in fp32, without {inner}",
             )
-    kinds = {row.path: row.kind for row in table if row.kind and not _inside(row.path, outermost)}
+    kinds = {
+        row.path: row.kind for row in table if row.kind and not any(is_inside(row.path, each) for each in outermost)
+    }
     asked = [name for name in (default, *names.values()) if name in MULTIPLES]
     if asked and not kinds:
         why = "; ".join(f"{row.path}: {row.reason}" for row in table[:5]) or "the model has no weight matrix"
@@ -108,10 +110,6 @@ def _last(path: str, rules: tuple[PolicyRule, ...]) -> int | None:
     around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     found = [at for at, rule in enumerate(rules) if any(fnmatchcase(each, rule.pattern) for each in around)]
     return found[-1] if found else None
-
-
-def _inside(path: str, outer: list[str]) -> bool:
-    return any(path == each or path.startswith(f"{each}.") or not each for each in outer)
 
 
 def _check_effect(model: nn.Module, rules: tuple[PolicyRule, ...], chosen: Mapping[str, int | None]) -> None:

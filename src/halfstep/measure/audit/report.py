@@ -16,7 +16,7 @@ from halfstep.measure.survival import Gradients, squares
 from halfstep.measure.survival_report import named, where
 from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Range, Ranges
 from halfstep.observe.recorder import OUTSIDE
-from halfstep.precision.island import islands
+from halfstep.precision.island import is_inside, islands
 
 LEAST_HEADROOM = 1.0
 """Bits; training can use up a factor of two quickly."""
@@ -94,15 +94,11 @@ def _apart(wanted: Gradients | None, found: Gradients | None) -> float | None:
     return math.sqrt(apart / total) if total and math.isfinite(apart / total) else None
 
 
-def _inside(path: str, module: str) -> bool:
-    return not path or module == path or module.startswith(f"{path}.")
-
-
 def _headroom(path: str, found: ObservedStep) -> float:
     assert found.ranges is not None
     places = found.ranges.by_place.items()
     return min(
-        (r.headroom for (module, part), r in places if part in (WEIGHTS, FORWARD) and _inside(path, module)),
+        (r.headroom for (module, part), r in places if part in (WEIGHTS, FORWARD) and is_inside(module, path)),
         default=math.inf,
     )
 
