@@ -3,12 +3,13 @@
     python -m benchmarks.store_guards [NAME ...] [--record]
 
 A copy of `src` gets one guard less, and the tests run on it: `red` where one of them fails, as it should, `GREEN` where
-none does. The same tests run on the unchanged copy first, all at once.
+none does. The same tests run on the unchanged copy first, all at once. `--record` with names keeps the other rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -185,7 +186,8 @@ def main() -> None:
             print(f"{guard.name}: {found[guard.name]}", flush=True)
     print(f"{sum(one == 'red' for one in found.values())} of {len(found)} guards are red when they are removed")
     if given.record:
-        write_json(RECORD, {"command": "python -m benchmarks.store_guards --record", "guards": found})
+        before = json.loads(RECORD.read_text())["guards"] if given.names and RECORD.exists() else {}
+        write_json(RECORD, {"command": "python -m benchmarks.store_guards --record", "guards": {**before, **found}})
     sys.exit(any(one != "red" for one in found.values()))
 
 
