@@ -73,10 +73,6 @@ def count_in(name: str, variables: Mapping[str, str]) -> int:
     return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else 0
 
 
-# -- srun -------------------------------------------------------------------------------------------------------------
-# It starts one task a rank, and names them in its own variables.
-
-
 PORTS = range(10_000, 30_000)
 """Ports for ranks under srun: below those that Linux gives to outgoing connections, from 32768 on."""
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
