@@ -26,7 +26,9 @@ from halfstep.train.task import Task
 from tests.support.tiny_task import Data, Model
 
 ID = "F10"
-WHAT = "a run goes on with the data that it was begun with, wherever that lies now, and with no other unless accepted"
+WHAT = (
+    "a run resumes with the data that it was started with, even if it has moved, and with other data only if accepted"
+)
 FILES, UNCHANGED = 200, 4
 FULL = 2000, 20
 CLASSES = ("cat", "dog", "owl")

@@ -28,7 +28,10 @@ from halfstep.train.weights import save_weights
 from tests.support.tiny_task import Tiny
 
 ID = "F23"
-WHAT = "a full disk costs nothing that was saved, is told at once, ends the run at the third time, and is got over"
+WHAT = (
+    "a full disk costs nothing that was saved, is reported at once, and ends the run at the third failure; "
+    "once there is room, saving resumes"
+)
 TRIALS = {False: 2, True: 30}
 ROOM = 27_000
 """Bytes: a little less than a save has."""
@@ -116,7 +119,7 @@ def run(full: bool) -> Outcome:
             trials[name] = _filled(folder / name, disk, beside, whole[beside], late)
         for name, before in {"weights": no_room_for_weights, "result": no_room_for_the_result}.items():
             trials[name] = _without(folder / name, before, whole[False])
-    return outcome(trials, f"told after {steps(max(late, default=0))}")
+    return outcome(trials, f"reported after {steps(max(late, default=0))}")
 
 
 def _settings(beside: bool) -> dict[str, Any]:

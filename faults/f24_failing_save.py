@@ -20,7 +20,7 @@ from halfstep.errors import BadData
 from halfstep.journal.jsonl import read_events
 
 ID = "F24"
-WHAT = "a save that fails beside the training is told at the next step; one that is under way at the end is waited for"
+WHAT = "a background save that fails is reported at the next step; the end of a run waits for a save in progress"
 FAILING, KILLED = {False: 3, True: 20}, {False: 1, True: 5}
 SAVES = [3, 6, 9, 10, 12]
 """Steps that are saved."""
@@ -74,7 +74,7 @@ def run(full: bool) -> Outcome:
             trials[f"killed {number}"] = _killed(folder / f"killed-{number}", chance.randint(2, 4), whole)
         trials["still writing at the end"] = _at_the_end(folder / "end", whole)
         trials["still writing when the task fails"] = _at_an_error(folder / "error")
-    return outcome(trials, f"told after {steps(max(late, default=0))}")
+    return outcome(trials, f"reported after {steps(max(late, default=0))}")
 
 
 def _failing(folder: Path, disk: Disk, whole: rig.Ending, late: list[int]) -> str | None:
