@@ -113,7 +113,7 @@ RULES = (
     Rule("exif-rotation", "error", "EXIF rotates the photograph but not its mask",
          f"{_UNTURN}, so that the photograph is oriented like its mask", f.pairs_where(f.is_turned_alone)),
     Rule("size-mismatch", "error", "the mask and its photograph differ in size",
-         "draw the mask again at the size of the photograph, or run: magick MASK -filter point -resize WIDTHxHEIGHT! MASK",
+         "draw the mask again in the photograph's size, or run: magick MASK -filter point -resize WIDTHxHEIGHT! MASK",
          f.pairs_where(f.is_of_another_size)),
     Rule("exif-turned", "warning", "EXIF rotates the photograph and perhaps not its mask",
          f"look at one with its mask; where it does not fit: {_UNTURN}", f.pairs_where(f.may_be_turned_alone)),
@@ -121,7 +121,7 @@ RULES = (
          "magick FILE -auto-orient FILE",
          f.pairs_where(lambda image, mask: mask.orientation in range(2, 9), masks=True)),
     # Masks
-    Rule("mask-blurred", "error", "values between those of the classes: the mask was saved as JPEG, resized or smoothed",
+    Rule("mask-blurred", "error", "values between the classes: saved as JPEG, resized or smoothed",
          "draw them again as PNG without smoothing; two classes: magick FILE -threshold 50% NAME.png",
          f.masks_with("blurred")),
     Rule("mask-in-colour", "error", "mask in color, unlike the others",
