@@ -180,7 +180,7 @@ def _outcome(run: RunFacts) -> str:
 
 def _observed_aside(run: RunFacts) -> str:
     share = number(run.recorded.precision_check.get("share"))
-    return f" ({numbers.share(share)} of the work observed in it)" if known(share) else ""
+    return f" ({numbers.share(share)} of the FLOPs)" if known(share) else ""
 
 
 def _skips(recorded: Summary) -> str:
