@@ -84,8 +84,8 @@ def test_names_of_files_are_harmless_on_a_terminal(runs: dict[str, Path], masks:
     done = halfstep("evaluate", runs["segmentation"], masks)
     assert done.exit_code == 0, done.output
     assert "[bold]x[/b].png" in done.stdout
-    assert "the worst:" in done.stdout
-    assert "true class, predicted:" in done.stdout
+    assert "worst samples:" in done.stdout
+    assert "true \\ predicted" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if "/" not in line) <= 80
 
 

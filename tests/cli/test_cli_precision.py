@@ -66,7 +66,7 @@ def test_evaluate_and_predict_say_first_what_they_fall_back_to(tmp_path: Path, m
     on("Core i7", monkeypatch)
     for command in ("evaluate", "predict"):
         done = halfstep(command, tmp_path, "--bf16")
-        assert "warning precision.substituted: bf16 was asked for and fp32 runs" in done.stderr.splitlines()[0]
+        assert "warning precision.substituted: fp32 is used instead of bf16" in done.stderr.splitlines()[0]
 
 
 @pytest.mark.wording

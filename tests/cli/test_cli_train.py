@@ -52,7 +52,7 @@ def test_a_run_says_what_it_does(trained: tuple[str, Path]) -> None:
     task, folder = trained
     log = (folder / "train.log").read_text()
     metric = {"segmentation": "IoU", "classification": "Top-1"}[task]
-    for words in ("Mixed precision training is off: fp32", "4 a step", "observed: fp32: 100 %", "Epoch 1 Summary:"):
+    for words in ("Mixed precision training is off: fp32", "4 per step", "observed: fp32: 100 %", "Epoch 1 Summary:"):
         assert words in log
     assert f"Val {metric}:" in log
     assert {"curves.svg", "pictures", "best.safetensors"} <= {path.name for path in folder.iterdir()}
@@ -153,7 +153,7 @@ def test_torchrun_ends_with_the_same_weights_on_both_ranks(tmp_path: Path) -> No
     finally:
         ranks.stop()
     assert (code, other_code) == (0, 0), err
-    assert "8 × 2 devices = 16 a step" in out
+    assert "8 × 2 devices = 16 per step" in out
     assert "weights are bitwise equal on 2 processes" in out
     assert out.count("Finished after") == 1
     assert other_out == ""

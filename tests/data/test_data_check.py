@@ -153,7 +153,14 @@ def test_all_planted_faults_are_found_together(tmp_path: Path) -> None:
     assert severities == sorted(severities, key=("error", "warning", "note").index)
 
 
-def test_the_same_picture_on_both_sides_is_an_error_and_on_one_a_remark(tmp_path: Path) -> None:
+def test_a_damaged_file_without_a_partner_is_found(tmp_path: Path) -> None:
+    root = pairs(tmp_path)
+    (root / "images/empty.jpg").write_bytes(b"")
+    (root / "masks/lonely.png").write_bytes((root / "masks/00.png").read_bytes()[:-40])
+    assert ids(checked(root)) == {"empty-file", "damaged", "no-mask", "no-photograph"}
+
+
+def test_the_same_picture_on_both_sides_is_an_error_and_on_one_a_warning(tmp_path: Path) -> None:
     pairs(tmp_path, 20)
     names = [f"copy{n}.png" for n in range(200)]
     held = next(name for name in names if place_of(name) < 0.2)

@@ -115,10 +115,10 @@ def test_a_summary_of_bad_numbers() -> None:
 @pytest.mark.parametrize(
     ("sizes", "line"),
     [
-        ((4, 2, 2, 16), "4 × 2 devices × 2 micro-batches = 16 a step"),
-        ((4, 1, 2, 8), "4 × 2 micro-batches = 8 a step"),
-        ((4, 1024, 1, 4096), "4 × 1024 devices = 4,096 a step"),
-        ((16, 1, 1, 16), "16 a step"),
+        ((4, 2, 2, 16), "4 × 2 devices × 2 micro-batches = 16 per step"),
+        ((4, 1, 2, 8), "4 × 2 micro-batches = 8 per step"),
+        ((4, 1024, 1, 4096), "4 × 1024 devices = 4,096 per step"),
+        ((16, 1, 1, 16), "16 per step"),
     ],
 )
 def test_the_batch_line(sizes: tuple[int, ...], line: str) -> None:
@@ -200,7 +200,7 @@ def test_plain_lines_of_a_run() -> None:
     lines = plain_lines(whole_run())
     assert lines[0].startswith("halfstep train segmentation_tiny, ")
     assert lines[1] == "Mixed precision training: bf16 (bfloat16), asked for auto"
-    assert "  batch       4 × 2 devices × 2 micro-batches = 16 a step" in lines
+    assert "  batch       4 × 2 devices × 2 micro-batches = 16 per step" in lines
     assert "✓ observed: 97 % ran in bf16" in lines
     place, rest = "00:03 · Epoch 1/2 10/20 · 01:35 left · ", "123 img/s · wait 3 % · memory 3.00 GiB"
     assert f"{place}loss 0.6000 · IoU 0.6543 · lr 1e-4 · {rest}" in lines
@@ -254,7 +254,7 @@ def test_names_of_files_cannot_speak_to_the_terminal() -> None:
 
 def test_an_output_without_signs_gets_letters() -> None:
     lines = plain_lines(whole_run(), "ascii")
-    assert "  batch       4 x 2 devices x 2 micro-batches = 16 a step" in lines
+    assert "  batch       4 x 2 devices x 2 micro-batches = 16 per step" in lines
     assert not any("?" in line for line in lines)
 
 
@@ -299,6 +299,6 @@ def test_an_event_from_the_future_is_passed_over() -> None:
 
 def test_one_of_a_kind_is_no_plural() -> None:
     one = start(epochs=1, steps=1, steps_per_epoch=1)
-    assert dict(words.header(one))["length"] == "1 epoch, 1 step an epoch, 1 step"
-    assert dict(words.header(start(epochs=None)))["length"] == "40 steps, 20 steps an epoch"
+    assert dict(words.header(one))["length"] == "1 epoch, 1 step (an epoch has 1)"
+    assert dict(words.header(start(epochs=None)))["length"] == "40 steps (an epoch has 20)"
     assert " 1 step applied" in ending(end(steps=1), Latest())[0]

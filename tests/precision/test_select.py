@@ -106,7 +106,7 @@ def test_amp_without_a_16_bit_format_is_fp32_or_refused() -> None:
     assert choice.precision.name == "fp32"
     (finding,) = choice.findings
     assert finding.id == "precision.substituted"
-    assert "amp was asked for and fp32 runs" in finding.evidence
+    assert "fp32 is used instead of amp" in finding.evidence
     assert "bf16 is emulated" in finding.evidence
     with pytest.raises(PrecisionRefused, match="amp on Core i7 is refused"):
         choose_precision("amp", device=named("Core i7"))
@@ -126,7 +126,7 @@ def test_a_fall_is_loud_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
         choice = choose_precision("bf16-mixed", device=named("Tesla T4"), fallback=True)
     (finding,) = choice.findings
     assert finding.severity == "warning"
-    assert "bf16 was asked for and fp16 runs" in finding.evidence
+    assert "fp16 is used instead of bf16" in finding.evidence
     assert "7.5 < 8.0" in finding.evidence
     assert finding.evidence in caplog.text
     assert choice.took == "'bf16-mixed' is Lightning's word for bf16"
@@ -140,7 +140,7 @@ def test_emulation_is_loud_and_recorded(caplog: pytest.LogCaptureFixture) -> Non
         choice = choose_precision("bf16", device=named("Core i7"))
     (finding,) = choice.findings
     assert (finding.id, finding.severity) == ("precision.slow", "warning")
-    assert "bf16 on Core i7: none of amx_bf16" in finding.evidence
+    assert "bf16 on Core i7: bf16 is emulated; no amx_bf16" in finding.evidence
     assert "auto, fp32" in finding.fix
     assert finding.evidence in caplog.text
 

@@ -30,7 +30,7 @@ def looked_at(folder: Path) -> Page:
 def test_the_verdict_is_one_sentence_with_the_figures(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", whole()))
     assert run.verdict == (
-        "Finished: best IoU 0.7500 (epoch 4) after 50 s, in bf16 (100 % of the work observed in it), no step skipped."
+        "Finished: best IoU 0.7500 (epoch 4) after 50 s, in bf16 (100 % of the FLOPs), no step skipped."
     )
     page = looked_at(tmp_path / "run")
     assert run.verdict in page.text
@@ -89,7 +89,7 @@ def test_what_was_not_recorded_is_said_and_nothing_is_drawn_for_it(tmp_path: Pat
     page = looked_at(
         write_run(tmp_path / "run", [start(git=None), step(1), step(2)], state="ended", reason="killed", code=70)
     )
-    for words in ("No prediction was recorded", "was not recorded", "Not measured: a run measures every", "drew none"):
+    for words in ("No prediction was recorded", "was not recorded", "Not measured: a run measures every", "No samples"):
         assert words in page.text, words
     assert "--examine" in page.text
     drawn = [one for one in page.all("svg") if one.get("role") == "img"]
@@ -187,7 +187,7 @@ def test_an_incident_has_its_culprit_what_was_tried_and_what_was_done(troubled: 
 
 def test_a_run_that_was_given_up_says_why_and_what_to_do(troubled: dict[str, Path], tmp_path: Path) -> None:
     run = read_run(troubled["watch"])
-    assert run.verdict.startswith("Given up at step 5 of 36: precision: 2.up (aten._to_copy")
+    assert run.verdict.startswith("Gave up at step 5 of 36: precision: 2.up (aten._to_copy")
     assert run.verdict.endswith("5 of 5 steps skipped (5 loss not finite).")
     assert incidents(run)[-1].do.startswith("halfstep.fit")
     assert "to do: halfstep.fit" in run.as_dict()["incidents"][-1]["done"][-1]
@@ -288,7 +288,7 @@ def test_speed_memory_benefits_risks_and_expectations_come_from_data(tmp_path: P
     assert risks["Overflow"].level == HIGH
     assert "0.5 bits were left in down.1" in risks["Overflow"].evidence
     assert risks["Gradients that vanish"].level == HIGH
-    assert risks["Steps that do not count"].level == LOW
+    assert risks["Skipped steps"].level == LOW
     assert risks["One step in fp16, emulated (not this run's precision)"] == (
         "One step in fp16, emulated (not this run's precision)", HIGH, "overflows in up.1",
     )  # fmt: skip

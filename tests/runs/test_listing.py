@@ -72,7 +72,7 @@ STATES: dict[str, tuple[Any, ...]] = {
     "finished without a status": (whole_run(), {}, {}),
     "stopped": ([*BEGUN, end(reason="stopped")], None, ended(75)),
     "stopped by Ctrl-C": ([*BEGUN, end(reason="interrupted")], None, ended(130)),
-    "given up": ([*BEGUN, end(reason="gave_up")], None, ended(80)),
+    "gave up": ([*BEGUN, end(reason="gave_up")], None, ended(80)),
     "failed in a task": ([*BEGUN, end(reason="failed")], None, ended(70, "ZeroDivisionError")),
     "failed for memory": (BEGUN, None, ended(81)),
     "stopped without a status": ([*BEGUN, end(reason="stopped")], None, {}),

@@ -206,7 +206,7 @@ def test_a_probe_is_quick_and_loads_neither_torch_nor_typer(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (80, "[]\n")
-    assert done.stdout == "ended with 80: a\\x1b[2Jb\n", "no escape sequence reaches a terminal"
+    assert done.stdout == "ended with exit code 80: a\\x1b[2Jb\n", "no escape sequence reaches a terminal"
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.4
 
 

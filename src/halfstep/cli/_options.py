@@ -86,7 +86,7 @@ Precision = Annotated[str | None, typer.Option(help="Another precision than the 
 Bf16 = Annotated[bool, flag("--bf16", "The same as --precision bf16.")]
 Fp16 = Annotated[bool, flag("--fp16", "The same as --precision fp16.")]
 OwnTask = Annotated[Path | None, typer.Option(help="The file of the run's own task.", metavar="FILE")]
-OnDevice = Annotated[str | None, typer.Option(help="A device as torch names it; the best one present if left out.")]
+OnDevice = Annotated[str | None, typer.Option(help="A torch device name. Default: the best device present.")]
 Json = Annotated[bool, flag("--json", "Print one JSON object.")]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
 from halfstep.printable import in_line
@@ -61,10 +63,13 @@ def answer(asked: StatusQuery) -> int:
 
 
 def _as_line(found: RunLiveness) -> str:
-    code = f" with {found.code}" if found.state == "ended" else f" ({found.code})" if found.code else ""
+    code = f"exit code {found.code}"
+    code = f" with {code}" if found.state == "ended" else f" ({code})" if found.code else ""
     why = f": {found.why}" if found.why not in ("", found.state) else ""
     again = "; the same command goes on" if found.restartable else ""
-    return in_line(f"{found.state}{code}{why}{again}")
+    line, columns = in_line(f"{found.state}{code}{why}{again}"), get_terminal_size((0, 0)).columns
+    # Programs that read a pipe get one line, unless COLUMNS is set.
+    return fill(line, columns, subsequent_indent="  ", break_on_hyphens=False) if columns else line
 
 
 def _as_json(found: RunLiveness, asked: StatusQuery) -> str:

@@ -46,7 +46,7 @@ def run(
 ) -> None:
     """Train a recipe in several precisions or configurations, and compare speed, memory and accuracy with strict fp32.
 
-    An interrupted bench resumes when it is started again with the same folder.
+    To resume an interrupted bench, run it again with the same --out.
     """
     given = subject(recipe, context.args)
     from halfstep.measure.bench.bench import bench

@@ -159,7 +159,7 @@ def _explain(recipe: str, setting: str | None, json: bool) -> None:
         raise unknown_name("setting", setting, [row.key for row in rows(schemas[task])])
     blocks: list[Block] = [block for row in chosen for block in describe_setting(row)]
     if setting is None:
-        words = "What can be set, what it is if it is left out, and what it is here:\n"
+        words = "Settings, their defaults, and their values in this recipe:\n"
         blocks = [Code(found.text.rstrip(), "yaml"), Paragraph(words, gap=True)]
         blocks.append(settings_table(chosen, values_in(found)))
     report = {"recipe": found.label, "task": task, "settings": chosen}

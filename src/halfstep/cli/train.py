@@ -36,7 +36,7 @@ def run(
     new: Annotated[bool, flag("--new", "Start a new run in a numbered folder if the run's folder exists.")] = False,
     task: Annotated[Path | None, typer.Option(help="A Python file with a task of your own.", metavar="FILE")] = None,
     accept_data_change: Annotated[
-        bool, flag("--accept-data-change", "Continue an unfinished run although its data has changed.")
+        bool, flag("--accept-data-change", "Continue an unfinished run even if its data has changed.")
     ] = False,
     accept_recipe_change: Annotated[
         bool, flag("--accept-recipe-change", "Continue an unfinished run with a different recipe.")
@@ -50,7 +50,7 @@ def run(
     show: Annotated[bool, flag("--show", "Print the resolved recipe, and train nothing.")] = False,
     json: Annotated[bool, flag("--json", "Print the result as one JSON object at the end.")] = False,
 ) -> None:
-    """Train a recipe. Settings after it change it: train.batch_size=4, or --batch_size 4, or --bf16.
+    """Train a recipe. Override its settings after the name: train.batch_size=4, --batch_size 4 or --bf16.
 
     An interrupted run resumes when it is started again with the same command. A run whose steps fail reports the origin
     and stops with exit code 80; with --guard repair it applies a remedy and continues.

@@ -24,7 +24,7 @@ def run(
     task: OwnTask = None,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
-    """Check every byte of a run's checkpoints. Changes nothing, also while the run is training."""
+    """Check every byte of a run's checkpoints. Read-only; safe while the run is training."""
     if not resume and (steps is not None or (task is not None and not data)):
         raise WrongUse(
             f"--{'steps' if steps is not None else 'task'} without --resume",

@@ -69,7 +69,7 @@ class DeviceReport(JsonResult, ShownAsPage):
 
         build = tuple((key, words) for key, words in self.build.as_dict().items() if key != "torch")
         precision = self.choice.precision
-        asked = f"asked for {self.choice.asked}" + (f" ({self.choice.took})" if self.choice.took else "")
+        asked = f"chosen for {self.choice.asked}" + (f" ({self.choice.took})" if self.choice.took else "")
         verdict = (Span(precision.name, "good", strong=True), f"  {asked}: {precision.summary}")
         rungs = ((rung.name, "taken" if rung.accepted else "rejected", rung.reason) for rung in self.choice.rungs)
         return Page(
@@ -81,7 +81,7 @@ class DeviceReport(JsonResult, ShownAsPage):
                 Pairs(build),
                 Heading("Formats", _how_measured(self.measured)),
                 _format_table(self.formats),
-                Heading("torch's fp32 switches", "a run sets its own and restores these"),
+                Heading("torch's fp32 switches", "overridden during a run and restored afterwards"),
                 Pairs(tuple(self.flags.items())),
                 Heading("Choice"),
                 Paragraph(verdict, indent=True),

@@ -329,7 +329,7 @@ def status_of_project(runs: Sequence[ProjectRun], findings: Iterable[LocatedFind
         each = "; ".join(f"{v.precision} ({name})" for name, v in verdicts.items() if v.precision)
         status = replace(status, precision=SEVERAL, amp=each, fp16="as above")
     ids = {finding.id for finding in errors}
-    known = next((words for name, words in _REASONS.items() if name in ids), "see the errors above")
+    known = next((words for name, words in _REASONS.items() if name in ids), "")
     return ProjectStatus(
         **{**vars(status), "aligned": not errors, "final": _final(errors, status)},
         unresolved=sum(setting.means == UNRESOLVED for setting in settings),
@@ -358,4 +358,4 @@ def _final(errors: Sequence[LocatedFinding], status: PrecisionStatus) -> str:
         return status.final
     count = several(len(errors), "error")
     fixable = all(finding.edits for finding in errors)
-    return f"not ready: {count}; {'--fix shows the patch' if fixable else 'see the fix below each error'}"
+    return f"not ready: {count}; {'--fix shows the patch' if fixable else 'the fix is below each'}"

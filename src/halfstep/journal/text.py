@@ -104,7 +104,7 @@ def batch(start: Event) -> str:
         parts.append(f"{sizes['devices']} devices")
     if sizes["microbatches"] > 1:
         parts.append(f"{sizes['microbatches']} micro-batches")
-    total = f"{numbers.count(sizes['total'])} a step"
+    total = f"{numbers.count(sizes['total'])} per step"
     return f"{' × '.join(parts)} = {total}" if len(parts) > 1 else total
 
 
@@ -264,9 +264,8 @@ def _samples(start: Event) -> str:
 
 
 def _length(start: Event) -> str:
-    each = f"{numbers.several(start['steps_per_epoch'], 'step')} an epoch"
-    steps = numbers.several(start["steps"], "step")
-    return f"{numbers.several(start['epochs'], 'epoch')}, {each}, {steps}" if start["epochs"] else f"{steps}, {each}"
+    steps = f"{numbers.several(start['steps'], 'step')} (an epoch has {numbers.count(start['steps_per_epoch'])})"
+    return f"{numbers.several(start['epochs'], 'epoch')}, {steps}" if start["epochs"] else steps
 
 
 def _cells(row: tuple[str, Any, Any], width: int, has_train: bool, has_val: bool) -> list[str]:

@@ -188,7 +188,7 @@ _CPU_BF16 = {
 }
 _CPU_LACKS = {
     "tf32": "CPUs have no tf32",
-    "bf16": f"none of {', '.join(_CPU_BF16)}: bf16 is emulated",
+    "bf16": "bf16 is emulated; no amx_bf16, avx512_bf16, sve_bf16 or Arm bf16 instructions",
     "fp16": "no fast kernel for a convolution's backward",
     "fp8": "CPUs have no fp8: it is emulated, for correctness only",
     "mxfp8": "CPUs have no mxfp8: it is emulated, for correctness only",

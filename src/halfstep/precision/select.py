@@ -237,8 +237,8 @@ def _try(name: str, asked: str, device: Device, fallback: bool) -> Considered:
 def _findings(asked: str, rungs: list[Considered], device: Device) -> tuple[Finding, ...]:
     took = rungs[-1].name
     if took != asked:
-        evidence = f"{asked} was asked for and {took} runs, on {device.name}: {rungs[0].reason}"
-        fix = f"ask for {took}; with train.strict=true, or without fallback=True, {asked} runs as asked or is refused"
+        evidence = f"{took} is used instead of {asked} on {device.name}: {rungs[0].reason}"
+        fix = f"request {took}; train.strict=true, in Python no fallback=True, runs {asked} or refuses it"
         return (Finding(_SUBSTITUTED, "warning", evidence, fix),)
     can = ability(device, precision_named(took).needs)
     if not can.native:
@@ -256,7 +256,7 @@ def _sixteen_bits(device: Device, fallback: bool) -> Decision:
     why = "; ".join(rung.reason for rung in decision.rungs if not rung.accepted)
     if not fallback:
         raise _refusal(AMP, device, why)
-    evidence = f"{AMP} was asked for and {_FLOOR} runs, on {device.name}: {why}"
+    evidence = f"{_FLOOR} is used instead of {AMP} on {device.name}: {why}"
     return Decision(decision.rungs, (Finding(_SUBSTITUTED, "warning", evidence, f"write precision={_FLOOR}"),))
 
 

@@ -42,6 +42,7 @@ from halfstep.recipe.names import (
     translations,
 )
 from halfstep.recipe.schema import AUTO, EXACT
+from halfstep.recipe.sources import recipe_names
 from halfstep.recipe.strict_yaml import flat
 
 LARGEST_SEED = 2**31
@@ -283,7 +284,7 @@ class Complaint(NamedTuple):
 
 def _bad_recipe(label: str, complaints: Sequence[Complaint]) -> BadRecipe:
     """Return one error for all mistakes of a recipe."""
-    explain = "halfstep recipes explain lists every setting"
+    explain = f"halfstep recipes explain {label}" if label in recipe_names() else "halfstep recipes schema"
     if len(complaints) == 1:
         one = complaints[0]
         return BadRecipe(f"recipe {label}: {one.given}", allowed=one.allowed, do=one.do or explain)

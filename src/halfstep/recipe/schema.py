@@ -97,11 +97,12 @@ class DataOptions(Section):
     """The data settings of every task; a task adds its own fields."""
 
     split: Literal["exact", "by_place"] | None = None
-    """How a share in `val` is drawn: by a hash of each place (`by_place`), below 1,000 samples exactly (`exact`)."""
+    """How a share in `val` is drawn: by a hash of each sample's name (`by_place`), or, of fewer than 1,000 samples,
+    exactly that share (`exact`)."""
     window: PositiveInt | Literal["auto", "all"] | None = None
     """shards: how many chunks of neighboring samples are mixed at a time, for slow disks; `all` mixes single samples of
-    the whole set, and `auto` what fits a quarter of the memory, or of a store half of store.cache. Default: all, and
-    for a store auto."""
+    the whole set, and `auto` mixes what fits into a quarter of the memory, or, for a store, into half of store.cache.
+    Default: `all`; for a store, `auto`."""
     verify: Literal["all", "sampled", "off"] = "sampled"
     """shards: which samples are compared with their digests as they are read; `sampled` is 1 in 64."""
     bad_samples: NonNegativeInt = 10
@@ -129,9 +130,9 @@ class OptimizerOptions(Section):
             sparseadam="it takes sparse gradients alone, and the models of recipes have dense ones",
         ),
     ] = "adamw"  # fmt: skip
-    """The optimizer, torch's own of this name. muon takes the matrices of hidden layers, and adamw the rest."""
+    """The torch optimizer. With muon, the matrices of hidden layers use Muon and the other parameters AdamW."""
     lr: Annotated[PositiveFloat, Also("learning_rate")] = 1e-3
-    """The learning rate; its peak where a schedule changes it."""
+    """The learning rate; with a schedule, its peak value."""
     weight_decay: NonNegativeFloat = 0.01
     """Decay of weights towards zero; biases and normalization layers are left out. rprop has none."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -162,7 +163,7 @@ class ScheduleOptions(Section):
     ] = "cosine"
     """How the learning rate moves after the warm-up."""
     warmup_steps: Annotated[NonNegativeInt, Also("lr_warmup_steps", "num_warmup_steps")] = 0
-    """Applied steps in which the learning rate rises from nothing."""
+    """Applied steps over which the learning rate rises from zero."""
     final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """cosine: the share of the learning rate that is left at the end."""
     every_epochs: PositiveInt = 30
@@ -172,7 +173,7 @@ class ScheduleOptions(Section):
     patience: NonNegativeInt = 5
     """plateau: evaluations without progress before a cut."""
     extensions: list[Extension] = []
-    """Earlier ends of a run that `--extend` lengthened, such as {epochs: 20, rewarm: true}; --extend writes them."""
+    """Earlier lengths of a run extended with `--extend`, such as {epochs: 20, rewarm: true}; written by --extend."""
 
 
 class LossScaleOptions(Section):
@@ -217,7 +218,7 @@ class TrainOptions(Section):
     ] = None
     """Gradients are scaled down to this norm."""
     clip_value: PositiveFloat | None = None
-    """Each element of a gradient is kept within this of zero."""
+    """Gradient elements are clipped to between minus this value and this value."""
     ema: Annotated[Fraction | None, Also("ema_decay", "model_ema_decay")] = None
     """Decay of an average of the weights, which is then evaluated and saved too."""
     weight_format: Literal["fp32", "bf16-split", "bf16-stochastic"] = "fp32"
@@ -226,7 +227,7 @@ class TrainOptions(Section):
     gradient_sums: Literal["fp32", "bf16"] = "fp32"
     """bf16 weights: the format in which their gradients are added up over micro-batches and ranks."""
     channels_last: bool = True
-    """Lay images out with channels last, as fast convolutions in 16 bits want them."""
+    """Store images channels-last, the layout that fast 16-bit convolutions need."""
     compile: Annotated[bool, Also("compile_model", "use_optimizations", "torch_compile", "torchcompile")] = False
     """Compile the model with torch.compile; a sharded model is compiled block by block."""
     checkpoint_activations: Annotated[
@@ -278,13 +279,14 @@ class CheckpointOptions(Section):
     every_steps: Annotated[PositiveInt, Also("save_steps", "checkpointing_steps")] = 1000
     """Attempted updates between two checkpoints; one is also taken at the end of every epoch, and on SIGTERM."""
     every_minutes: PositiveFloat | Literal["auto"] | None = None
-    """Minutes after which one is taken too, by rank 0's clock; `auto` finds them from what saves cost (Young, Daly)."""
+    """Also save a checkpoint after this many minutes by rank 0's clock; `auto` uses the Young-Daly interval."""
     keep: Annotated[int, Field(ge=2), Also("save_total_limit", "checkpoints_total_limit")] = 2
-    """Checkpoints that are kept, the newest; two at least, for one may be damaged."""
+    """The number of newest checkpoints that are kept; at least two, because one may be damaged."""
     background: bool = True
     """Write in the background, from a copy of the state in main memory."""
     remote: str | None = None
-    """An address such as s3://BUCKET/RUN: checkpoints are copied there, and a machine without any continues from it."""
+    """An address such as s3://BUCKET/RUN: checkpoints are copied there, and a machine without a
+    local checkpoint resumes from it."""
     remote_wait: Annotated[float, Field(ge=0.0, le=MOST_SECONDS)] = 60.0
     """Seconds that the end of a run waits for the last copy."""
 
@@ -330,13 +332,14 @@ class RunOptions(Section):
     journal_mb: PositiveInt = 100
     """Megabytes after which journal.jsonl continues in a new file; the earlier files are kept."""
     tracker: Annotated[Literal["none", "tensorboard", "wandb", "mlflow"], Also("report_to")] = "none"
-    """A tracker that is fed from the journal; mlflow is the server that MLFLOW_TRACKING_URI names."""
+    """The tracker that also gets the journal's values; for mlflow, set MLFLOW_TRACKING_URI."""
     pictures: NonNegativeInt = 4
     """Samples that are drawn after each evaluation, by tasks that draw."""
     pictures_kept: PositiveInt = 100
-    """Pictures that stay in the run's folder, the newest."""
+    """The number of newest pictures that are kept in the run's folder."""
     prometheus: bool | MetricsFile = False
-    """Write metrics.prom in the run's folder, or a .prom file: inside that folder if in a recipe, else anywhere."""
+    """Write metrics.prom to the run's folder, or give the path of a .prom file; in a recipe, the path must be inside
+    that folder."""
 
 
 ModelT = TypeVar("ModelT", bound=ModelOptions)
@@ -353,8 +356,8 @@ class Recipe(Section, Generic[ModelT, DataT, LossT]):
     """A sentence on what this recipe is for."""
     precision: str = Field("auto", json_schema_extra={ALLOWED: "a precision, or a policy by module"})
     """fp32, tf32, bf16, fp16, fp8, fp8-rowwise, fp8-rowwise-gw-hp, mxfp8; amp: bf16 where native, else fp16; or auto:
-    the fastest that is safe here. A policy by module: {default: bf16, "blocks.*": fp8, "*.norm": fp32}. Other
-    projects' words are understood.
+    the fastest that is safe here. A policy by module: {default: bf16, "blocks.*": fp8, "*.norm": fp32}. Names
+    from other projects are accepted.
     """
     sizing: Literal["none", "auto"] = "none"
     """`auto` chooses unset values (batch, image size, network, length ...) for the data set and the machine."""

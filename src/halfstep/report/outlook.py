@@ -123,7 +123,7 @@ def _seen_risks(run: RunFacts) -> Iterator[Risk]:
     steps, skipped = recorded.attempts, sum(recorded.skipped.values())
     if steps:
         level = HIGH if skipped / steps > 0.25 else WATCH if skipped else LOW
-        yield Risk("Steps that do not count", level, f"{skipped:,} of {steps:,} steps were skipped")
+        yield Risk("Skipped steps", level, f"{skipped:,} of {steps:,} steps were skipped")
     least = min(recorded.headroom.items(), key=lambda item: item[1].value, default=None)
     if least is not None:
         module, (attempt, bits) = least

@@ -155,7 +155,7 @@ def _opening(run: RunFacts) -> str:
     words = {
         FINISHED: "Finished" if run.recorded.end.get("reason") != "early_stopping" else f"Stopped early at {at}",
         STOPPED: f"Stopped at {at}, and can be resumed",
-        GIVEN_UP: f"Given up at {at}",
+        GIVEN_UP: f"Gave up at {at}",
         KILLED: f"Killed at {at}",
         RUNNING: f"Running, at {at}",
     }
@@ -180,7 +180,7 @@ def _outcome(run: RunFacts) -> str:
 
 def _observed_aside(run: RunFacts) -> str:
     share = number(run.recorded.precision_check.get("share"))
-    return f" ({numbers.share(share)} of the work observed in it)" if known(share) else ""
+    return f" ({numbers.share(share)} of the FLOPs)" if known(share) else ""
 
 
 def _skips(recorded: Summary) -> str:
@@ -303,7 +303,7 @@ def incidents(run: RunFacts) -> list[Incident]:
         else:
             found.append(Incident(None, text(event.get("kind"), 40), text(event.get("text"))))
     if found and run.state.word == GIVEN_UP:
-        found[-1].done.append("the run was given up")
+        found[-1].done.append("the run gave up")
         found[-1].do = run.do
         found[-1].ended_run = found[-1].cause == _cause(run.recorded.end)
     for incident in found:

@@ -102,7 +102,7 @@ def _incident(one: Incident) -> Box:
     blocks += [Pairs(tuple(one.culprit))] if one.culprit else []
     if one.remedies:
         blocks += [
-            Heading("Replayed with", level=3),
+            Heading("Suggested fixes", level=3),
             Items(tuple(f"{remedy}: {works}" for remedy, works in one.remedies)),
         ]
     blocks += [Heading("Evidence", level=3), Items(tuple(one.evidence))] if one.evidence else []
@@ -121,7 +121,7 @@ def _samples(pictures: Sequence[Picture], left_out: Sequence[str]) -> Iterator[B
     if pictures:
         yield Pictures(tuple(pictures))
     else:
-        yield Paragraph(Span(f"The run drew none{' that are shown here' if left_out else ''}.", "dim"))
+        yield Paragraph(Span(f"No samples {'are shown here' if left_out else 'were drawn'}.", "dim"))
     for line in left_out:
         yield Paragraph(Span(f"Left out: {line}", "dim"))
 
@@ -156,8 +156,8 @@ def _memory(run: RunFacts) -> Iterator[Block]:
             yield Paragraph(Span(f"{text(row.get('precision'), 20)}: {text(row.get('why'), 400)}.", "dim"))
     if not curve_points(run.recorded.speeds, "memory.device_peak_bytes").y:
         note = (
-            "The device's own allocator was not there to be read: on a CPU only the memory of the whole process is "
-            "measured, most of which are libraries."
+            "No figures of a device's allocator were recorded. On a CPU there is none: the figure is the memory of the "
+            "whole process, most of it libraries."
         )
         yield Paragraph(Span(note, "dim"))
 

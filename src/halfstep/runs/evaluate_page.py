@@ -139,7 +139,7 @@ def _confusion(report: ClassFigures) -> tuple[Block, ...]:
     names = report.confusion.names
     if len(names) > MOST_COLUMNS:
         return _mistakes(report)
-    columns = (Column("true class, predicted:"), *(Column(_short(name)[:10], "right", "never") for name in names))
+    columns = (Column("true \\ predicted"), *(Column(_short(name)[:10], "right", "never") for name in names))
     rows = []
     for name, row in zip(names, report.confusion.counts.tolist(), strict=True):
         total = sum(row)
@@ -164,4 +164,4 @@ def _worst(rows: Sequence[Columns]) -> tuple[Block, ...]:
         # As it would be typed in the current folder; names of samples that are no files stay.
         file = str(row["file"]).removeprefix(f"{os.getcwd()}{os.sep}")
         lines.append(f"{in_line(file)}  {', '.join(words)}")
-    return Paragraph("the worst:", gap=True), Items(tuple(lines), wrap=False)
+    return Paragraph("worst samples:", gap=True), Items(tuple(lines), wrap=False)

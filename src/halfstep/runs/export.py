@@ -190,7 +190,7 @@ def newest_checkpoint(folder: Path) -> CheckpointDir:
     if verdict is None:
         raise BadData(
             f"{folder} has no checkpoints, and is not finished",
-            allowed="a run that has been saved: every checkpoint.every_steps steps, and after each epoch",
+            allowed="a run with a checkpoint, saved every checkpoint.every_steps steps and after each epoch",
             do=f"start it with the same {advice('command', 'call')}, and export when it has been saved",
         )
     return verdict.generation

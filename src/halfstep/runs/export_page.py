@@ -103,7 +103,7 @@ def _comparison(report: ExportReport) -> list[str]:
     if checked is None:
         return []
     return [
-        f"checked on {checked.images} {checked.source}: numbers at most {checked.max_difference:.2g} apart",
+        f"checked on {checked.images} {checked.source}: maximum difference {checked.max_difference:.2g}",
         *([_code(checked.code, report.answer)] if checked.code else []),
         f"takes {checked.takes}",
     ]
@@ -112,9 +112,10 @@ def _comparison(report: ExportReport) -> list[str]:
 def _code(code: CodeChecked, answer: str | None) -> str:
     if code.not_run is not None:
         return f"the printed code was not run: {code.not_run}"
+    predicts = "predicts the class of `halfstep predict --precision fp32`"
     return (
-        f"the printed code, run on {code.images} {code.source}: the class of `halfstep predict --precision fp32` "
-        f"in {code.agreement:.2%} of the {'pixels' if answer == 'mask' else 'images'}"
+        f"the printed code, run on {code.images} {code.source}, {predicts} for {code.agreement:.2%} "
+        f"of the {'pixels' if answer == 'mask' else 'images'}"
     )
 
 
@@ -123,4 +124,4 @@ def _precision(report: ExportReport) -> list[str]:
     if report.trained_in == "fp32":
         return []
     asked = report.trained_in
-    return [f"computes in fp32; the run's recipe says {asked}: `halfstep predict --precision fp32` is the same"]
+    return [f"computes in fp32, although the run's recipe says {asked}; matches `halfstep predict --precision fp32`"]

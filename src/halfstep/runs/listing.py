@@ -28,7 +28,7 @@ SILENT_AFTER = 60.0
 """Seconds without a heartbeat, which comes every 5 of them, after which a run of another host is not called running."""
 LONGEST = 200
 
-RUNNING, FINISHED, STOPPED, GIVEN_UP = "running", "finished", "stopped", "given up"
+RUNNING, FINISHED, STOPPED, GIVEN_UP = "running", "finished", "stopped", "gave up"
 FAILED, KILLED, SILENT, NOT_BEGUN = "failed", "killed", "silent", "not begun"
 _BY_CODE = {0: FINISHED, TRY_AGAIN: STOPPED, INTERRUPTED: STOPPED, GAVE_UP: GIVEN_UP}
 _BY_REASON = {"finished": FINISHED, "early_stopping": FINISHED, "stopped": STOPPED, "interrupted": STOPPED}

@@ -9,6 +9,7 @@ from typing import Any
 
 from halfstep.draw.notebook import ShownAsPage
 from halfstep.errors import advice
+from halfstep.formats import FP32
 from halfstep.guard.verdict import Culprit, Verdict
 from halfstep.json_data import JsonResult, json_data
 from halfstep.numbers import number
@@ -136,7 +137,7 @@ class ReplayReport(ShownAsPage):
         if self.reruns:
             blocks += [Heading("Run again", f"here, on {self.device}"), _reruns(self.reruns)]
         if verdict.evidence:
-            blocks += [Heading("What shows it"), Items(verdict.evidence, dashes=True)]
+            blocks += [Heading("Evidence"), Items(verdict.evidence, dashes=True)]
         if self.notes:
             notes = tuple(Span(note, "warn") for note in self.notes)
             heading = Heading("Differs from the run", "so the step may give a different result here")
@@ -178,19 +179,20 @@ def _step(report: ReplayReport) -> tuple[Block, ...]:
 def _culprit(culprit: Culprit) -> Iterator[Block]:
     kinds = " and ".join(culprit.kinds)
     if culprit.outside:
-        yield Heading("Who did it", "not finite before anything was computed from it")
+        yield Heading("Origin", "not finite before anything was computed from it")
         yield Pairs((("came in", f"{culprit.outside}, with {kinds} in it"),))
         return
     module = {"": "the model's own forward", OUTSIDE: "none: the loss"}.get(culprit.module, culprit.module)
-    made = f"{kinds} in {culprit.format}, whose largest number is {number(culprit.limit)}"
-    if culprit.in_fp32 is not None:
+    made = f"{kinds} in {culprit.format} (largest number {number(culprit.limit)})"
+    # An operation in fp32 that is not finite in a buffer may have a finite output.
+    if culprit.in_fp32 is not None and culprit.limit < FP32.largest:
         made += f"; computed in fp32, up to {number(culprit.in_fp32)}"
-    yield Heading("Who did it", "the first operation with finite inputs and a result that is not")
+    yield Heading("Origin", "the first operation with finite inputs and a result that is not")
     yield Pairs(
         (
             ("operation", culprit.operation + (", in backward" if culprit.backward else "")),
             ("module", module),
-            ("line", culprit.line or "not known"),
+            ("line", culprit.line or "unknown"),
             ("result", made),
             ("inputs", f"up to {number(culprit.largest_input)}"),
         )
@@ -199,7 +201,7 @@ def _culprit(culprit: Culprit) -> Iterator[Block]:
 
 def _reruns(reruns: Sequence[Rerun]) -> Table:
     columns = (
-        Column("way", wrap="fold"),
+        Column("run", wrap="fold"),
         Column("finite", wrap="never"),
         Column("loss", "right", "never"),
         Column("gradient norm", "right", "never"),

@@ -72,7 +72,7 @@ def prepared(images):  # 1 × {channels} × height × width, float32
     return np.ascontiguousarray(x.transpose(2, 0, 1)[None])
 """
 _TILES = """\
-def answer(x, tile={tile}, overlap={overlap}):  # large images in tiles that overlap
+def answer(x, tile={tile}, overlap={overlap}):  # large images in overlapping tiles
     def starts(length):
         n = max(1, math.ceil((length - overlap) / (tile - overlap)))
         return [round(i * (length - tile) / max(n - 1, 1)) for i in range(n)]
@@ -106,7 +106,7 @@ for number in chances.argsort()[::-1][:5]:
 _MASK = """\
 photo = opened({photo})
 logits = {logits}
-mask = {chosen}  # height × width: the number of a class
+mask = {chosen}  # height × width: class index
 for number, name in enumerate(classes):
     print(f"{{name}}: {{(mask == number).mean():.2%}} of the pixels")
 """

@@ -162,7 +162,7 @@ def _damage(folder: Path, result: VerifiedRun) -> HalfstepError | None:
     if not result.verdicts:
         return NoCheckpoint(
             f"{folder} has no checkpoints",
-            allowed="a run that has been saved: every checkpoint.every_steps steps, and after each epoch",
+            allowed="a run with a checkpoint, saved every checkpoint.every_steps steps and after each epoch",
             do=f"start it with the same {advice('command', 'call')}, and verify when it has been saved",
         )
     damaged = [one for one in result.verdicts if one.problem is not None]

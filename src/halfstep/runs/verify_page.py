@@ -89,7 +89,7 @@ class VerifyReport(ShownAsPage):
         """Return a line per checkpoint with its problem, the reading speed, and the proof if it is exact."""
         blocks: list[Block] = []
         for one in self.checkpoints:
-            state = Span("whole  ", "good") if one.whole else Span("damaged", "bad")
+            state = Span("intact ", "good") if one.whole else Span("damaged", "bad")
             by = f"  by {one.processes} processes" if (one.processes or 1) > 1 else ""
             line = (f"{in_line(one.name)}  ", state, f"  {size(one.bytes):>9}{by}")
             blocks.append(Paragraph(line, wrap=False))

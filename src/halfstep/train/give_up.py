@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from halfstep import distributed
 from halfstep.errors import Diverged, HalfstepError, OutOfMemory, RankFailed, reason_in
 from halfstep.guard.alarms.spike import REFUSED
-from halfstep.guard.repair.advice import LOWER_LR
 from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, NOT_REPRODUCIBLE, PRECISION, STATE
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, saved_events
@@ -243,7 +242,7 @@ def give_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
     do = error.do if _is_in_the_code(error) else _command(loop, cause, command, _NEW if none_is_good else ACCEPT)
     good, kept = None if none_is_good else checkpoints.name, _kept(checkpoints, none_is_good)
     if do and cause == DIVERGENCE and not _is_in_the_code(error):
-        kept = f"{kept}; {LOWER_LR}"
+        kept = f"{kept}, with a lower learning rate"
     return GivenUp(_why(loop, cause, error), kept, do or error.do, good, cause, error.verdict)
 
 
@@ -259,7 +258,7 @@ def _is_in_the_code(error: Diverged) -> bool:
 
 def _kept(checkpoints: Checkpoints, none_is_good: bool) -> str:
     if checkpoints.last is None:
-        return "no checkpoint was written yet: the run starts again from step 0"
+        return "no checkpoint was written: the run starts again from step 0"
     if none_is_good:
         return "the weights were already bad in the oldest checkpoint: the run must start again"
     at = f"{checkpoints.last.attempt:,}"

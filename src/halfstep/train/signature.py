@@ -105,7 +105,10 @@ class Signature:
         if self.outputs == 1:
             return (
                 f"logits, N × 1 × height × width: above 0 is {self.classes[1]!r} (1), else {self.classes[0]!r} (0); "
-                f"sigmoid gives the chance{enlarged}"
+                f"apply a sigmoid for the probability{enlarged}"
             )
         layout = "N × classes" if self.answer == "class" else "N × classes × height × width"
-        return f"logits, {layout}: the largest along axis 1 is the class ({shape}); softmax gives the chances{enlarged}"
+        return (
+            f"logits, {layout}: the largest along axis 1 is the class ({shape}); "
+            f"apply a softmax for the probabilities{enlarged}"
+        )

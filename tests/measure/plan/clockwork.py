@@ -131,10 +131,11 @@ def planned(
     optimizer: str = "AdamW",
     grow_batch: bool = False,
     recompute: bool = False,
+    channels_last: bool = False,
     fp8_layers: int = 0,
 ) -> Plan:
     """A plan of clockwork arms."""
-    now = StepSetting("auto", batch=batch, microbatches=microbatches, recompute=recompute)
+    now = StepSetting("auto", channels_last, batch=batch, microbatches=microbatches, recompute=recompute)
     facts = CaseFacts("clockwork", now, has_images, has_batch_norm, optimizer, 0.1, fp8_layers)
     budget = TimeBudget(seconds, now=lambda: world.clock)
     runner = Race(lambda setting: Clockwork(world, setting), budget)

@@ -76,7 +76,7 @@ def test_a_layout_may_change_where_the_precision_stays() -> None:
 def test_a_device_without_narrow_formats_stays_and_says_so() -> None:
     plan = planned(World({"fp32": 1.0}), device=PLAIN_CPU, has_images=False)
     assert plan.stay
-    assert "no narrower format" in plan.reasons["precision"]
+    assert "no narrower native format" in plan.reasons["precision"]
     assert {cell.setting.precision for cell in plan.ladder} == {"fp32"}
     assert not any(cell.setting.channels_last for cell in plan.ladder)
 
@@ -115,6 +115,17 @@ def test_what_recomputes_is_not_compiled() -> None:
     plan = planned(World(FAST), recompute=True)
     assert not any(cell.setting.compile for cell in plan.ladder)
     assert plan.choice.setting.recompute
+
+
+def test_a_layout_that_was_not_measured_stays() -> None:
+    plan = planned(World({"fp32 last": 30.0}), seconds=100.0, channels_last=True)
+    assert "(not measured: no time was left)" in plan.reasons["layout"]
+    assert plan.changes["train.channels_last"] is True
+
+
+def test_a_layout_of_the_recipe_changes_where_another_one_is_faster() -> None:
+    plan = planned(World({"fp32 last": 2.0, "fp32": 1.0}), device=PLAIN_CPU, channels_last=True)
+    assert key(plan.choice.setting) == "fp32"
 
 
 @pytest.mark.wording

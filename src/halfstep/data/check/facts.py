@@ -234,6 +234,12 @@ class Split:
     loose: list[str] = field(default_factory=list)
     """Images outside of any class folder."""
 
+    def image_paths(self) -> Iterator[str]:
+        """Yield the paths of all photographs and masks."""
+        for folder, names in ((self.part.folder, self.names), (self.part.masks, self.mask_names)):
+            if folder is not None and names is not None:
+                yield from (os.path.join(folder, path) for path in names.images)
+
 
 @dataclass
 class SetLooked:
@@ -245,6 +251,8 @@ class SetLooked:
     reading: MaskReading | None
     classes: int | None
     """The number of classes that the user gives."""
+    unpaired: list[FileFacts]
+    """Images that belong to no sample: without a mask or a photograph, or in no class folder."""
 
     def shown(self, path: str | Path) -> str:
         """Return a path below the set's folder."""
@@ -262,7 +270,9 @@ def look_at(layout: Layout, on_progress: OnProgress, classes: int | None = None)
     splits = [_split(name, part) for name, part in layout.parts.items()]
     wanted = [(split, image, mask) for split in splits for image, mask in split.pairs]
     files = [(path, path == mask) for _, image, mask in wanted for path in (image, mask) if path]
-    looks = {one.path: one for one in look_at_all(files, on_progress)}
+    paired = {path for path, _ in files}
+    unpaired = [path for split in splits for path in split.image_paths() if path not in paired]
+    looks = {one.path: one for one in look_at_all([*files, *((path, False) for path in unpaired)], on_progress)}
     samples = [SampleFacts(s.name, looks[image], looks.get(mask), _label(s, image)) for s, image, mask in wanted]
     if layout.val is None:
         samples = _assign_splits(samples, splits[0].part.folder)
@@ -270,7 +280,7 @@ def look_at(layout: Layout, on_progress: OnProgress, classes: int | None = None)
     if layout.task == SEGMENTATION:
         masks = [s.mask.mask for s in samples if s.mask is not None and s.mask.mask is not None]
         reading = read_masks_as(masks, classes)
-    return SetLooked(layout, splits, samples, reading, classes)
+    return SetLooked(layout, splits, samples, reading, classes, [looks[path] for path in unpaired])
 
 
 def _split(name: str, part: SplitFolder) -> Split:

@@ -104,7 +104,7 @@ def _facts(report: DataReport) -> Pairs:
         rows.append(("sizes", ", ".join(f"{name} {wide} × {high}" for name, (wide, high) in sizes.items())))
         rows.append(("kinds", ", ".join(f"{count:,} {kind}" for kind, count in images.kinds.items())))
     if report.masks:
-        rows.append(("masks", f"are read so: {report.masks['read_as']}"))
+        rows.append(("masks", f"interpreted as: {report.masks['read_as']}"))
     return Pairs(tuple(rows))
 
 
@@ -158,8 +158,8 @@ def verdict(findings: Sequence[Fault]) -> Span:
     """Return the verdict on a set with these findings."""
     errors = sum(finding.severity == "error" for finding in findings)
     rest = sum(finding.severity == "warning" for finding in findings)
-    remarks = several(rest, "remark")
+    warnings = several(rest, "warning")
     if errors:
-        kinds = f"{several(errors, 'kind')} of mistakes{f' and {remarks}' if rest else ''}"
-        return Span(f"{kinds}; mend the mistakes, then check again", "bad", strong=True)
-    return Span(f"fit to train on{f', {remarks}' if rest else ''}", "good")
+        kinds = f"{several(errors, 'error')}{f' and {warnings}' if rest else ''}"
+        return Span(f"{kinds}; fix the errors, then check again", "bad", strong=True)
+    return Span(f"fit to train on{f', {warnings}' if rest else ''}", "good")

@@ -57,6 +57,7 @@ def looks(found: SetLooked) -> Iterator[FileFacts]:
         yield sample.image
         if sample.mask is not None:
             yield sample.mask
+    yield from found.unpaired
 
 
 def files_where(true: Callable[[FileFacts], bool], *, images_alone: bool = False) -> Find:

@@ -190,20 +190,20 @@ def _faults(folder: Path, index: TokenIndex, looked: dict[str, _Looked], in_trai
     again = "make the tokens again: halfstep data tokens"
     every = list(looked.values())
     if not (folder / TOKENIZER).is_file() or sha256_of(folder / TOKENIZER) != index.tokenizer:
-        yield Fault("tokenizer-changed", "error", "the tokenizer is not the one of these tokens", again, (TOKENIZER,))
+        yield Fault("tokenizer-changed", "error", "these tokens are of another tokenizer", again, (TOKENIZER,))
     yield from fault(
-        "shard-damaged", "error", "shards differ from their digest", again, [n for o in every for n in o.damaged]
+        "shard-damaged", "error", "shard that differs from its digest", again, [n for o in every for n in o.damaged]
     )
     outside = [name for name, one in looked.items() if one.counts[index.vocabulary :].any()]
-    yield from fault("outside-vocabulary", "error", "tokens beyond the vocabulary, in", again, outside)
+    yield from fault("outside-vocabulary", "error", "split with tokens beyond the vocabulary", again, outside)
     yield from fault(
         "not-ended",
         "error",
-        "documents do not end with their one end token",
+        "document that does not end with a single end token",
         again,
         [n for o in every for n in o.unended],
     )
-    yield from fault("empty-document", "warning", "documents have no text", "take them away, and " + again,
+    yield from fault("empty-document", "warning", "document without text", "take them away, and " + again,
                      [n for o in every for n in o.empty])  # fmt: skip
     train, val = looked["train"].digests, looked["val"].digests
     by_digest = {digest: name for name, digest in train.items()}
@@ -211,12 +211,12 @@ def _faults(folder: Path, index: TokenIndex, looked: dict[str, _Looked], in_trai
     copied = [
         f"{n}: {share:.0%} of it" for n, share in in_train.items() if share >= WHOLE and val.get(n) not in by_digest
     ]
-    advice = "keep one of each: figures on held-out text would be too good"
-    yield from fault("held-out-in-train", "error", "held-out documents are in train too", advice, [*both, *copied])
+    advice = "keep one of each: metrics on held-out text would be too good"
+    yield from fault("held-out-in-train", "error", "held-out document that is also in train", advice, [*both, *copied])
     partly = [f"{name}: {share:.0%} of it" for name, share in in_train.items() if PART <= share < WHOLE]
-    yield from fault("held-out-partly", "warning", "held-out documents have text of train", "look at them", partly)
+    yield from fault("held-out-partly", "warning", "held-out document with text of train", "look at them", partly)
     twice = [name for one in every for name in _repeated(one.digests)]
-    yield from fault("duplicates", "warning", "documents are there more than once", "keep one of each", twice)
+    yield from fault("duplicates", "warning", "duplicated document", "keep one of each", twice)
 
 
 def _repeated(digests: dict[str, bytes]) -> list[str]:

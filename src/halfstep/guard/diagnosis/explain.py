@@ -71,7 +71,7 @@ def what_happened(outcome: TrialOutcome) -> str:
     """Return the place of the origin and what it did."""
     # If the loss or a gradient is non-finite too, the origin was found through that, and the buffer adds nothing.
     alone = bool(outcome.bad_buffers) and math.isfinite(outcome.loss) and not outcome.bad_parameters
-    bad_buffer = f", so that buffer {outcome.bad_buffers[0]} is no longer finite" if alone else ""
+    bad_buffer = f", so buffer {outcome.bad_buffers[0]} is no longer finite" if alone else ""
     return f"{place(outcome)} {outcome.effect or 'is not finite'}{bad_buffer}"
 
 
@@ -122,7 +122,7 @@ def _named(remedy: ProposedRemedy) -> str:
 
 def diverged(fp32: TrialOutcome, why: str) -> str:
     """Return the sentence for a divergence that fails in fp32 too."""
-    return f"divergence: {what_happened(fp32)}; fp32 fails too, and {why}"
+    return f"divergence: {what_happened(fp32)}; the step fails in fp32, and {why}"
 
 
 def grown_on_purpose(grown: str, share: float) -> str:
@@ -132,7 +132,7 @@ def grown_on_purpose(grown: str, share: float) -> str:
 
 def in_the_code(fp32: TrialOutcome) -> str:
     """Return the sentence for code without a finite result."""
-    return f"code: {what_happened(fp32)}; fp32 fails too"
+    return f"code: {what_happened(fp32)}; the step fails in fp32"
 
 
 def in_on_gradients(edited: TrialOutcome) -> str:

@@ -322,7 +322,7 @@ def _other(made: Made) -> str:
     if NAN in made.kinds:
         return f"makes {_kinds(made)} in {made.format} out of numbers up to {number(_largest(made))}"
     format = made.format if made.format in FORMATS else FP32.name
-    return f"makes more than {format}'s largest number, {number(limit_of(format))}"
+    return f"overflows {format} (largest number {number(limit_of(format))})"
 
 
 def _largest(made: Made) -> float:

@@ -137,9 +137,9 @@ def _jumped(rates: Sequence[float]) -> bool:
 def _kept(streak: Streak, back_at: int | None) -> str:
     if back_at is not None:
         return f"the weights are those of step {back_at}, the last copy before the trouble"
-    since = f"no update{f' of {streak.of}' if streak.of else ''} was applied since attempt {streak.first}"
+    since = f"every update{f' of {streak.of}' if streak.of else ''} from attempt {streak.first} on was skipped"
     if streak.blames_weights:
-        return f"{since}, but one before it may have done the damage"
+        return f"{since}, and an earlier one may be the cause"
     return f"{since}: the weights are those from before it"
 
 

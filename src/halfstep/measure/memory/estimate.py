@@ -91,7 +91,7 @@ def _why_not_half(precision: Precision, peak: int, wide: Mapping[str, int]) -> s
     largest = sorted(wide.items(), key=lambda item: -item[1])
     named = ", ".join(f"{part} {numbers.size(size)}" for part, size in largest if size > _WORTH_NAMING * peak)
     share = sum(wide.values()) / peak
-    return f"{share:.0%} of the peak is fp32 in {precision.name} too, which no cast makes smaller: {named or 'little'}"
+    return f"{share:.0%} of the peak stays fp32 in {precision.name}: {named or 'little'}"
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -412,8 +412,8 @@ def _like(optimizer: MakeOptimizer | torch.optim.Optimizer, model: nn.Module) ->
 
 _REFUSED = "unsafe to autocast"
 FOLLOWED = (
-    "forward and backward by CUDA's rules, on tensors that are only described; what a kernel takes inside itself is "
-    "not counted; not verified on this device"
+    "forward and backward run on meta tensors by CUDA's autocast rules; the workspace of kernels is not counted; "
+    "not verified on this device"
 )
 NOT_FOLLOWED = (
     "by the CPU's rules, because CUDA's could not be followed without a GPU ({}); not verified on this device"

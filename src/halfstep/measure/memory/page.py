@@ -98,8 +98,8 @@ def _notes(report: EstimateReport) -> dict[str, None]:
     columns = [column for found in report.devices for column in found.columns if not column.setting.recompute]
     notes = [note for column in columns for note in column.notes if note not in said]
     assumed = [
-        f"assumed: {numbers.size(found.device.reserved)} are taken by the process itself, and "
-        f"{found.device.margin:.0%} of the rest is left for gaps between tensors"
+        f"assumed: {numbers.size(found.device.reserved)} for the process itself, and "
+        f"{found.device.margin:.0%} of the rest for fragmentation"
         for found in report.devices
     ]
     return dict.fromkeys(notes + assumed)

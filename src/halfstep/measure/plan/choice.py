@@ -172,4 +172,4 @@ def why_stay(choice: Cell, cells: Iterable[Cell]) -> str:
         return f"{words}, which overlaps with fp32's {_speedup(choice):.2f}x: no verdict"
     if narrow:
         return "; ".join(f"{cell.setting} ({cell.cut or 'not measured'})" for cell in narrow[:3])
-    return "this device computes in no narrower format natively"
+    return "this device has no narrower native format"

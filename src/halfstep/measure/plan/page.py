@@ -165,7 +165,7 @@ def plan_blocks(plan: Plan) -> Iterator[Block]:
     if cut:
         yield Heading("Not chosen")
         yield Pairs(tuple(("; ".join(names), reason) for reason, names in cut.items()))
-    yield Heading("Under")
+    yield Heading("Conditions")
     yield _conditions(plan)
 
 
@@ -191,7 +191,7 @@ def _verdict(plan: Plan) -> Iterator[Block]:
     if any(cell.cut == NotMeasured.NO_TIME for cell in plan.ladder):
         # Three times the seconds, in whole minutes.
         more = 60 * math.ceil(plan.seconds / 20)
-        short = f"not everything was measured in {plan.seconds:.0f} s: --seconds {more} sees more"
+        short = f"not everything was measured in {plan.seconds:.0f} s; use --seconds {more} to measure more"
         yield Paragraph(Span(short, "warn"))
     disturbed = busy(plan.conditions)
     if disturbed:

@@ -83,7 +83,7 @@ def eager_settings(baseline: StepSetting, device: Device, has_images: bool, fp8_
     narrow = ["bf16", "fp16", "tf32", *([FP8] if fp8_layers else [])]
     narrow = [name for name in narrow if ability(device, name).native]
     found = [replace(baseline, precision=name, channels_last=layout) for layout in layouts for name in narrow]
-    return found + ([replace(baseline, channels_last=True)] if has_images else [])
+    return found + ([replace(baseline, channels_last=not baseline.channels_last)] if has_images else [])
 
 
 def halved(setting: StepSetting) -> Iterator[StepSetting]:
@@ -109,7 +109,7 @@ class Search:
     def __init__(self, facts: CaseFacts, device: Device, trials: SettingTrials) -> None:
         self.facts, self.device = facts, device
         self._trials = trials
-        self._trials.baseline = replace(facts.now, precision=BASELINE_PRECISION, channels_last=False, compile=False)
+        self._trials.baseline = replace(facts.now, precision=BASELINE_PRECISION, compile=False)
         self.finalists: list[StepSetting] = []
         self._nudged: list[list[float]] = []
 
@@ -172,7 +172,7 @@ class Search:
     def parity_of(self, cell: Cell) -> LossParity:
         """Return the parity at the baseline's batch, where both have seen the same samples."""
         if cell.setting == self.baseline:
-            return LossParity("holds", "it is strict fp32 itself")
+            return LossParity("holds", "strict fp32 was chosen")
         same = replace(cell.setting, batch=self.baseline.batch, microbatches=self.baseline.microbatches)
         if same not in self.cells or self.cells[same].first_step is None:
             return LossParity("can't tell", f"{same} was not measured")

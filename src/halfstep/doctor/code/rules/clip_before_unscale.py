@@ -24,8 +24,8 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             "clip_before_unscale",
             "error",
             clip,
-            f"`{facts.script.text(clip)[:80]}` sees the gradients that `{step.scaler}` has scaled, 65536 times too "
-            "large at first: the threshold is that much too tight, and the weights hardly move",
+            f"`{facts.script.text(clip)[:80]}` clips gradients that still have the loss scale of `{step.scaler}`, "
+            "65536 by default: the effective threshold is smaller by this factor",
             f"put `{step.scaler}.unscale_({optimizer})` before it",
             _unscaled_first(facts, clip, step, optimizer),
         )

@@ -27,8 +27,9 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     calls.sort(key=lambda call: call.lineno)
     old = min(script.names(calls[0].func))
     device, name = old.split(".")[1], old.rpartition(".")[2]
-    others = ", ".join(str(call.lineno) for call in calls[1:11])
-    also = f"; also in lines {others}" if others else ""
+    others = [str(call.lineno) for call in calls[1:11]]
+    are = "is the call in line" if len(others) == 1 else "are the calls in lines"
+    also = f"; so {are} {', '.join(others)}" if others else ""
     yield script.finding(
         "old_amp_spelling",
         "note",

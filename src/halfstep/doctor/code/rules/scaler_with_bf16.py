@@ -25,8 +25,8 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                 "scaler_with_bf16",
                 "warning",
                 made.call,
-                f"`{facts.script.text(made.call)[:60]}` is on, and the {on[0]} computes in bf16: that has the range of "
-                "fp32, nothing underflows that a scale could save, and CUDA cannot unscale gradients of bf16 weights",
+                f"`{facts.script.text(made.call)[:60]}` is on, and the {on[0]} computes in bf16, which has the "
+                "range of fp32: gradients need no loss scale, and CUDA cannot unscale those of bf16 weights",
                 "switch it off: GradScaler(..., enabled=False); its calls then do nothing",
                 _switched_off(facts, made.call),
             )

@@ -23,9 +23,10 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             "schedule_on_skipped_steps",
             "warning",
             found.call,
-            f"`{schedule}` advances also where `{found.step.scaler}.step({found.step.optimizer})` of line "
-            f"{found.step.call.lineno} was skipped: after an overflow the rate falls, and the weights have not moved",
-            f"read the scale before `{found.step.scaler}.update()`, and step `{schedule}` only where it did not fall",
+            f"`{schedule}` advances even when `{found.step.scaler}.step({found.step.optimizer})` in line "
+            f"{found.step.call.lineno} is skipped: after an overflow the learning rate changes, but the weights do not",
+            f"save `{found.step.scaler}.get_scale()` before `{found.step.scaler}.update()`, and call "
+            f"`{schedule}.step()` only if the scale has not decreased",
             held_back(facts, found),
         )
 
