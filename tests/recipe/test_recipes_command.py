@@ -36,6 +36,8 @@ def resolved(name: str, *line: str) -> Resolved:
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_shipped_recipe_resolves(name: str) -> None:
+    if read_recipe(name).raw["task"] == "text":
+        pytest.importorskip("transformers")
     assert resolved(name).recipe.run.dir == f"runs/{name}"
 
 

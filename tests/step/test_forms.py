@@ -275,10 +275,9 @@ def test_frozen_weights_may_be_stored_in_16_bits() -> None:
 
 
 def test_adapters_on_a_frozen_half_base_train() -> None:
-    from peft import LoraConfig, get_peft_model
-
+    peft = pytest.importorskip("peft")
     base = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).bfloat16()
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["0", "2"]))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0", "2"]))
     trained = [p for p in model.parameters() if p.requires_grad]
     assert {p.dtype for p in trained} == {torch.float32}
     stepper = Stepper(model, torch.optim.AdamW(trained, 1e-2), precision="bf16")

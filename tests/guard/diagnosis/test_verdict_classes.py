@@ -290,7 +290,7 @@ def test_a_sample_that_spoils_running_statistics(precision: str) -> None:
     found = spoils_statistics(x, precision)
     assert found.cause == "data"
     assert "the batch, sample 3 reaches 1e+25" in found.sentence
-    assert "so that buffer 1.running_var is no longer finite" in found.sentence
+    assert "so buffer 1.running_var is no longer finite" in found.sentence
 
 
 def test_a_buffer_that_the_code_spoils() -> None:
@@ -313,7 +313,7 @@ def test_a_buffer_that_the_code_spoils() -> None:
     assert stepper.attempt is not None
     found = diagnose(model, stepper.attempt, precision=stepper.precision, reason=BUFFER_NOT_FINITE)
     assert found.cause == "code"
-    assert "divides by zero, so that buffer rate is no longer finite" in found.sentence
+    assert "divides by zero, so buffer rate is no longer finite" in found.sentence
     assert torch.equal(model.rate, torch.ones(1))
 
 
