@@ -112,7 +112,7 @@ def test_a_whole_run_is_whole(trained: Any, width: int) -> None:
     done = halfstep("verify", run, width=width)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert [line.split()[:2] for line in lines[:4]] == [[f"step-{n:08d}.{n // 3:04x}", "whole"] for n in (12, 9, 6, 3)]
+    assert [line.split()[:2] for line in lines[:4]] == [[f"step-{n:08d}.{n // 3:04x}", "intact"] for n in (12, 9, 6, 3)]
     assert re.match(r"verified 7\.\d\d MiB in \d", lines[4])
     assert len(lines) == 5
     assert max(map(len, lines)) <= 80
@@ -137,7 +137,7 @@ def test_a_flipped_bit_in_the_newest_is_found_and_the_resume_foretold(copied: Pa
     assert done.exit_code == 65
     assert "step-00000012.0004  damaged" in done.stdout
     assert "  rank-00000.safetensors has the right size and another SHA-256 than was written\n" in done.stdout
-    assert done.stdout.count("whole") == 3
+    assert done.stdout.count("intact") == 3
     assert "1 of 4 checkpoints is damaged" in done.stderr
     assert "goes on from step-00000009.0003 (step 9), and does at least 3 steps again" in done.stderr
     told = json.loads(halfstep("verify", copied, "--json").stdout)
