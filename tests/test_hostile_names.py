@@ -85,7 +85,7 @@ def test_predict(run: Path, photographs: Path, tmp_path: Path, number: int) -> N
 
 @pytest.mark.wording
 def test_verify_and_export(run: Path, tmp_path: Path) -> None:
-    harmless(halfstep("verify", run), "whole")
+    harmless(halfstep("verify", run), "intact")
     harmless(halfstep("export", run, "--out", tmp_path / f"w[/b]{ESCAPE}.safetensors"), "tensors")
 
 

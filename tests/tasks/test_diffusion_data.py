@@ -173,7 +173,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     put(tmp_path, "a.png")
     with pytest.raises(BadData, match="nowhere"):
         sources("none", path=str(tmp_path / "nowhere"), val=0.5)
-    with pytest.raises(BadData, match="split of 1 samples"):
+    with pytest.raises(BadData, match="split of 1 sample "):
         sources("none", path=str(tmp_path), val=0.5)
     with pytest.raises(BadData, match="no folder per class"):
         sources("class", path=str(tmp_path), val=0.5)

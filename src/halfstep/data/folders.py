@@ -149,7 +149,7 @@ class ImageMaskPairs(Paired):
         image_path, mask_path = self.places(index)
         image = read_image(image_path, self.channels)
         mask = mask_of(mask_path, self.mask_classes, str(mask_path))
-        same_size(image.shape[-2:], mask.shape, self.name(index))
+        check_same_size(image.shape[-2:], mask.shape, self.name(index))
         return {"image": image, "mask": mask}
 
 
@@ -159,7 +159,7 @@ def folders_under(root: str | Path, partner: str = "mask") -> tuple[Path, Path]:
     return existing(folder / "images", "the image folder"), existing(folder / f"{partner}s", f"the {partner} folder")
 
 
-def same_size(image: tuple[int, ...], mask: tuple[int, ...], name: str) -> None:
+def check_same_size(image: tuple[int, ...], mask: tuple[int, ...], name: str) -> None:
     """Raise BadData where an image and its mask differ in size."""
     if tuple(image) != tuple(mask):
         raise BadData(

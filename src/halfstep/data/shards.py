@@ -13,7 +13,7 @@ import torch
 
 from halfstep.data.dataset import BadSample, Files, Sample, Seal
 from halfstep.data.file_state import FileState, RecordedFile, change_since
-from halfstep.data.folders import same_size
+from halfstep.data.folders import check_same_size
 from halfstep.data.held_out import Numbers, divided
 from halfstep.data.image_files import MOST_BYTES, existing, find_files
 from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
@@ -105,7 +105,7 @@ class Shards:
         content, rest = self._read(index, with_image=True)
         found = self._named(index, lambda name: read_image(content.image or b"", self.channels, name))
         if "mask" in rest:
-            self._named(index, lambda name: same_size(found.shape[-2:], rest["mask"].shape, name))
+            self._named(index, lambda name: check_same_size(found.shape[-2:], rest["mask"].shape, name))
         return {"image": found, **rest}
 
     def without_image(self, index: int) -> Sample:

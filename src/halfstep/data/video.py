@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data.dataset import BadSample, Files, Sample, Subset, notices_changes, split
-from halfstep.data.folders import MASKS_RULE, NumberedFiles, paired, same_size
+from halfstep.data.folders import MASKS_RULE, NumberedFiles, check_same_size, paired
 from halfstep.data.image_files import MOST_PIXELS, Unreadable, check_regular, existing, find_files, image_files
 from halfstep.data.image_io import MaskClasses, mask_of, read_image
 from halfstep.data.layout import Rule, held_out_by_place
@@ -181,7 +181,7 @@ class FrameFolders(NumberedFiles):
                 allowed="the number of a thing for each pixel, 0 to 255; or a palette PNG, of which the numbers count",
                 do="write the masks again, in gray or with a palette",
             ) from error
-        same_size(images.shape[-2:], mask.shape, str(path))
+        check_same_size(images.shape[-2:], mask.shape, str(path))
         return mask
 
 

@@ -110,7 +110,7 @@ def grid(rows: Sequence[Sequence[Array]], gap: int = 4, background: int = 255) -
 
     Raise `WrongUse` for no pictures, or for another shape or dtype.
     """
-    cells = [[_colored(picture) for picture in row] for row in rows if len(row)]
+    cells = [[_as_rgb(picture) for picture in row] for row in rows if len(row)]
     if not cells:
         raise WrongUse("a grid of no pictures", allowed="at least one picture", do="give it rows of pictures")
     heights = [max(picture.shape[0] for picture in row) for row in cells]
@@ -128,7 +128,7 @@ def grid(rows: Sequence[Sequence[Array]], gap: int = 4, background: int = 255) -
     return out
 
 
-def _colored(picture: Array) -> Array:
+def _as_rgb(picture: Array) -> Array:
     if picture.dtype != np.uint8 or not (picture.ndim == 2 or picture.shape[2:] == (3,)):
         raise WrongUse(
             f"a picture of shape {picture.shape} and type {picture.dtype} in a grid",

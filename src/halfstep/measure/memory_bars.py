@@ -24,7 +24,7 @@ class MemoryUse(NamedTuple):
     """Bytes."""
 
 
-def predicted_parts(use: MemoryUse) -> dict[str, float]:
+def drawable_parts(use: MemoryUse) -> dict[str, float]:
     """Return the predicted parts that can be drawn, in the order of `PARTS`."""
     return {part: size for part in PARTS if is_drawable(size := use.parts.get(part, 0.0)) and size > 0}
 
@@ -33,7 +33,7 @@ def memory_bars(uses: Sequence[MemoryUse], title: str) -> Bars:
     """Return a stacked bar for each prediction, and the measured one below it, all on one axis."""
     bars = []
     for use in uses:
-        parts = predicted_parts(use)
+        parts = drawable_parts(use)
         if parts:
             pieces = tuple(Piece(part, size, f"{part}: {numbers.size(size)}") for part, size in parts.items())
             bars.append(Bar(f"{use.name}, predicted", numbers.size(sum(parts.values())), pieces))

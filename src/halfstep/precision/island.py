@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from halfstep.errors import WrongUse
 from halfstep.formats import is_narrow, widen
-from halfstep.precision.converted import count_change, restore_layers, restored
+from halfstep.precision.converted import MARK, count_change, restore_layers, restored
 
 PLACED = "_halfstep_island_of_policy"
 """The mark of an island that a policy has made."""
@@ -142,6 +142,11 @@ def trial_island(model: nn.Module, *paths: str) -> Iterator[None]:
             for tensor, data in stored:
                 if is_narrow(data.dtype):
                     tensor.data = data
+
+
+def is_changed(model: nn.Module) -> bool:
+    """Return whether a precision has converted layers of a model, or made islands of some."""
+    return any(MARK in vars(module) or PLACED in vars(module) for module in model.modules())
 
 
 def undo_policy(model: nn.Module) -> None:

@@ -43,11 +43,6 @@ def apply_policy(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) 
             vars(module)[PLACED] = True
 
 
-def is_changed(model: nn.Module) -> bool:
-    """Return whether a precision has converted layers of a model, or made islands of some."""
-    return any(MARK in vars(module) or PLACED in vars(module) for module in model.modules())
-
-
 def changed_parts(model: nn.Module) -> tuple[dict[str, str], list[str]]:
     """Return the kinds of the layers that were converted for their device, and the islands that a policy has made."""
     named = list(model.named_modules())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from halfstep.measure.audit.model_tree import ModuleFlops, model_tree
-from halfstep.measure.memory_bars import MemoryUse, memory_bars, predicted_parts
+from halfstep.measure.memory_bars import MemoryUse, drawable_parts, memory_bars
 from halfstep.page import (
     Block,
     Box,
@@ -147,7 +147,7 @@ def _memory(run: RunFacts) -> Iterator[Block]:
     yield Heading("Memory of an update")
     uses = _memory_uses(run)
     yield from charts_of(memory_bars(uses, "Tensors at the peak of an update"))
-    if not any(predicted_parts(use) for use in uses):
+    if not any(drawable_parts(use) for use in uses):
         yield Paragraph("No prediction was recorded.")
         yield _examine(run)
     savings = rows(fields(fields(run.examined.get("estimate")).get("verdict")).get("savings"))

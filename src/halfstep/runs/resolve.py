@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.data.layout import SEGMENTATION, check_store_data, data_place, find_layout, is_address
-from halfstep.data.shard_patterns import is_pattern
 from halfstep.errors import (
     BadData,
     BadRecipe,
@@ -56,7 +55,7 @@ def resolved_recipe(found: RawRecipe, settings: Settings = (), *, schema: Any = 
         overrides = [Override(key_for(key, fields), value) for key, value in settings.items()]
     else:
         overrides = read_flags(list(settings), schema)
-    replaced = _with_pretrained_encoder(found, overrides)
+    replaced = _pretrained_overrides(found, overrides)
     # A folder the user typed must exist. A recipe's default need not: other commands only inspect the recipe.
     size = functools.partial(_sized, must_exist=any(one.key == "data.path" for one in overrides))
     resolved = resolve(found.raw, schema, [*overrides, *replaced], found.label, size)
@@ -78,7 +77,7 @@ def _refuse_outside(metrics: bool | str) -> None:
         )
 
 
-def _with_pretrained_encoder(found: RawRecipe, overrides: Sequence[Override]) -> list[Override]:
+def _pretrained_overrides(found: RawRecipe, overrides: Sequence[Override]) -> list[Override]:
     """Return the model to take for `--pretrained` in a recipe of the classic U-Net, where none was typed."""
     typed = {one.key for one in overrides}
     asked = any(isinstance(one, Typed) and one.word == PRETRAINED for one in overrides)
@@ -218,8 +217,11 @@ def _check_data(data: Any) -> None:
         check_store_data(data)
         return
     place = data_place(data.path)
-    if data.name == "shards" and is_pattern(data.path):
-        return  # the shards are looked for one by one
+    if data.name == "shards":
+        from halfstep.data.shard_patterns import is_pattern
+
+        if is_pattern(data.path):
+            return  # the shards are looked for one by one
     if not place.exists():
         raise BadData(
             f"data.path is {data.path}, and there is nothing at {place.absolute()}",

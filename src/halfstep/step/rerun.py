@@ -29,8 +29,7 @@ from halfstep.observe.nonfinite_origin import (
 from halfstep.observe.reachable import held_by, leaves, outermost, reachable
 from halfstep.observe.recorder import Recorder, as_written, eagerly
 from halfstep.precision.converted import as_plain, own_conversions
-from halfstep.precision.island import trial_island, undo_policy
-from halfstep.precision.policy import is_changed
+from halfstep.precision.island import is_changed, trial_island, undo_policy
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.loss import Counted, base_count, loss_and_aux, weighted
 from halfstep.step.objective import Objective

@@ -107,7 +107,7 @@ class Text(Task):
     def store_frozen(self, model: nn.Module, precision: Precision) -> list[str]:
         """Store the base of an adapter in fp32 where the run computes in fp32."""
         assert isinstance(model, LanguageModel)
-        return adapters.store_base(model, self.recipe.model, precision) if model.has_adapter else []
+        return adapters.widen_base(model, self.recipe.model, precision) if model.has_adapter else []
 
     def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = no_progress) -> list[str]:
         """Check that documents do not see each other, and how logits are computed."""

@@ -172,7 +172,7 @@ def table(rows: Iterable[PartRow]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
-def store_base(model: LanguageModel, options: Any, precision: Precision) -> list[str]:
+def widen_base(model: LanguageModel, options: Any, precision: Precision) -> list[str]:
     """Store a base in 16 bits in fp32 where the run computes in fp32; return a line about it.
 
     Raise `BadRecipe` where the base is quantized.
