@@ -173,14 +173,12 @@ def _check(folder: str, task: str | None, masks: Path | None, classes: int | Non
 def _index(source: str, json: bool) -> None:
     from halfstep.data.layout import data_place
     from halfstep.data.shard_index import beside, write_index
-    from halfstep.data.shards import shard_set_at
+    from halfstep.data.shards import shard_set_at, training_shards
 
     if has_scheme(source):
         _index_in_store(source, json)
         return
-    root = data_place(source)
-    if (root / "train").is_dir():
-        root /= "train"  # as a run reads it, and as an address is read
+    root = training_shards(data_place(source))
     shards = shard_set_at(root)
     path = beside(root, shards)
     try:

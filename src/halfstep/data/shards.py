@@ -397,6 +397,11 @@ def _built(shards: ShardSet) -> ShardIndex:
         return build_index(shards, on_progress)
 
 
+def training_shards(root: Path) -> Path:
+    """Return the folder that a run trains on: `train` below the root where it exists, otherwise the root."""
+    return root / "train" if (root / "train").is_dir() else root
+
+
 def shard_set_at(root: str | Path) -> ShardSet:
     """Return the shards of a folder, a file or a pattern; raise BadData where there is none."""
     paths = shard_paths(root)

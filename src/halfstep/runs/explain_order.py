@@ -6,7 +6,7 @@ from halfstep.data.choose_order import OrderFacts, choose_order, order_facts
 from halfstep.data.dataset import seal_of
 from halfstep.data.layout import check_store_data, data_place, is_address
 from halfstep.data.shard_index import existing_index
-from halfstep.data.shards import shard_set_at
+from halfstep.data.shards import shard_set_at, training_shards
 from halfstep.errors import BadData
 from halfstep.recipe.sources import RawRecipe
 from halfstep.runs.registry import task_class
@@ -23,8 +23,7 @@ def explain_order(found: RawRecipe, folder: str) -> OrderFacts:
     if is_stored:
         check_store_data(recipe.data)
     else:
-        place = data_place(recipe.data.path)
-        root = place / "train" if (place / "train").is_dir() else place
+        root = training_shards(data_place(recipe.data.path))
     # Shards without an index would be read whole, which is too much for an explanation.
     if is_stored or existing_index(root, shard_set_at(root)) is not None:
         source = task_class(recipe.task)(recipe).source("train")
