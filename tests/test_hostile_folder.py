@@ -93,7 +93,7 @@ def test_a_link_in_a_checkpoints_place_is_a_problem_and_no_crash(run: Path, lead
     done = halfstep("verify", run)
     assert done.exit_code == 65
     assert "step-00000001.0001  damaged" in done.stdout
-    assert "a link, where a folder was made" in done.stdout
+    assert "a link instead of a folder" in done.stdout
     assert "the only checkpoint is damaged" in done.stderr
 
 

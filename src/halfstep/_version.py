@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed package; None where it is not installed."""
+    """Return the version of an installed package; None if it is not installed."""
     from importlib import metadata
 
     try:

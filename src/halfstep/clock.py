@@ -37,7 +37,7 @@ def seconds(call: Callable[[], object], calls: int) -> float:
 
 
 def queued_seconds() -> float:
-    """Return how long this thread has been ready to run and had no core so far; 0 where the system does not count it.
+    """Return how long this thread has been ready to run and had no core so far; 0 if the system does not count it.
 
     On a busy machine a call takes longer by this time, which is neither computing nor waiting for a disk.
     """

@@ -71,7 +71,7 @@ def waiting() -> Iterator[None]:
 
 
 def check_peers() -> None:
-    """Raise RankFailed where a rank is known to be gone."""
+    """Raise RankFailed if a rank is known to be gone."""
     if _peers is not None and (gone := _peers.gone()):
         ranks = list(gone)
         is_or_are = "is" if len(ranks) == 1 else "are"
@@ -117,7 +117,7 @@ def rank_failed(given: str, rank: int | None, *, usable: bool, out_of_memory: bo
     """Return the error for a rank that did not fail itself; `usable` tells whether the process group still is."""
     if usable:
         allowed = "no rank has applied anything, and the process group is usable"
-        error = RankFailed(given, allowed=allowed, do="look at that rank's own error; train on if it does")
+        error = RankFailed(given, allowed=allowed, do="see that rank's own error; continue training if it does")
     else:
         allowed = "this rank has applied nothing, but the process group is no longer usable"
         error = RankFailed(given, allowed=allowed, do="end this process and start the job again from its checkpoint")
@@ -183,7 +183,7 @@ def gathered(numbers: Tensor, group: Any = None) -> tuple[list[int], list[list[A
 
 
 def replicas_of(tensor: Tensor) -> Any | None:
-    """Return the group of the ranks that hold copies of this rank's shard, as in HSDP; None where there are none."""
+    """Return the group of the ranks that hold copies of this rank's shard, as in HSDP; None if there are none."""
     sharded: Any = tensor
     mesh = sharded.device_mesh
     copied = [place for place, placement in enumerate(sharded.placements) if placement.is_replicate()]
@@ -347,7 +347,7 @@ class RankGroup:
     def decide(self, text: str, conclude: Callable[[list[str]], str]) -> str:
         """Return on every rank what `conclude` makes of the texts of all ranks, in rank order; it runs on rank 0 alone.
 
-        Raises TimeoutError where a rank does not answer, and from then on: the ranks may be at different exchanges.
+        Raises TimeoutError if a rank does not answer, and from then on: the ranks may be at different exchanges.
         """
         if self.size == 1:
             return conclude([text])
@@ -391,7 +391,7 @@ class RankGroup:
                 self._look()
             if time.monotonic() > min(self._ends, began + ANSWER_WITHIN):
                 silent = [int(key.rpartition("/")[2]) for key in keys if not self._client.check([key])]
-                self._broken = f"no answer of {ranks_named(silent)} for {time.monotonic() - began:.0f} s"
+                self._broken = f"no answer from {ranks_named(silent)} for {time.monotonic() - began:.0f} s"
                 raise TimeoutError(self._broken)
             time.sleep(pause)
             pause = min(2 * pause, max(0.02, self.size / QUESTIONS))

@@ -60,7 +60,7 @@ NO_STEP = 82
 INTERRUPTED = 130
 """Ctrl-C, as shells report it: 128 and the number of SIGINT."""
 RUN_FINISHED = "run-finished"
-"""The id of the error for a run that is finished already, with the settings that were asked for."""
+"""The id of the error for a run that is already finished with the requested settings."""
 
 _for_commands = False
 
@@ -99,7 +99,7 @@ def add_option(name: str) -> str:
 
 
 def begin_again() -> str:
-    """Return the advice to start a new run in place of one that cannot resume."""
+    """Return the advice to start a new run instead of one that cannot resume."""
     return f"{add_option('new')} to start again in a new folder"
 
 
@@ -326,7 +326,7 @@ class Diverged(HalfstepError, RuntimeError, id="diverged"):
 
     exit_code = GAVE_UP
     verdict: Mapping[str, Any] | None = None
-    """The diagnosis as plain data; None where the step could not be replayed."""
+    """The diagnosis as plain data; None if the step could not be replayed."""
     report: Any = None
     """The StepReport of the last attempt."""
     cause: str = ""
@@ -351,7 +351,7 @@ class NotBegun(Stopped, id="not-begun"):
     """A run that was asked to stop before its first step, so that there is nothing to save."""
 
     signal: str = ""
-    """The name of the signal that asked for it."""
+    """The name of the signal that requested it."""
 
 
 class Unsafe(HalfstepError, RuntimeError, id="unsafe"):

@@ -118,7 +118,7 @@ def refuse_taken(file: Path, overwrite: bool, *, do: str, flag: str = "") -> Non
 def make_parent(path: Path) -> None:
     """Create the folder of a file that is about to be written.
 
-    In the folder of this process's run, raise FolderLost where it is no longer the run's own; never create it anew.
+    In the folder of this process's run, raise FolderLost if it is no longer the run's own; never create it anew.
     """
     owner = owner_of(path)
     if owner is None:
@@ -130,7 +130,7 @@ def make_parent(path: Path) -> None:
 
 
 def draft_of(name: str) -> str | None:
-    """Return the name of the file that a draft of this name was to replace; None where it is no draft's name."""
+    """Return the name of the file that a draft of this name was to replace; None if it is no draft's name."""
     found = _DRAFT.fullmatch(name)
     return found["name"] if found else None
 
@@ -190,7 +190,7 @@ def strict_json(text: bytes | str) -> Any:
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key that is there twice")
+        raise ValueError("a duplicate key")
     return found
 
 

@@ -24,7 +24,7 @@ class LaunchedRank:
     local_rank: int = 0
     """The rank among those of this host."""
     local_world_size: int | None = None
-    """The ranks of this host; None where the launcher does not say."""
+    """The ranks of this host; None if the launcher does not say."""
 
 
 def launched_rank(variables: Mapping[str, str] = os.environ) -> LaunchedRank:
@@ -68,7 +68,7 @@ def number_in(name: str, variables: Mapping[str, str], default: int, least: int,
 
 
 def count_in(name: str, variables: Mapping[str, str]) -> int:
-    """Return the count in a variable that a launcher need not set; 0 where it is none, such as `none`."""
+    """Return the count in a variable that a launcher need not set; 0 if it is none, such as `none`."""
     text = variables.get(name, "")
     return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else 0
 

@@ -95,4 +95,4 @@ def as_error(error: BaseException, doing: str, do: str) -> OutOfMemory | None:
     elif lacks_shared_memory(error):
         do = MORE_SHARED
     what = f"out of memory {doing}".strip()
-    return OutOfMemory(f"{what}: {in_one_line(error)}", allowed="work that fits into the memory", do=do)
+    return OutOfMemory(f"{what}: {in_one_line(error)}", allowed="a batch that fits into the memory", do=do)

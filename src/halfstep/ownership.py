@@ -47,7 +47,7 @@ class Holder:
 
     @classmethod
     def read(cls, content: Any) -> Holder | None:
-        """Return the holder in the parsed content of a file; None where it names none."""
+        """Return the holder in the parsed content of a file; None if it names none."""
         match content:
             case {"pid": int(pid), "host": str(host), "since": str(since)} if _is_plain(host, since):
                 machine, launch = content.get("machine"), content.get("launch")
@@ -87,7 +87,7 @@ def boot_and_container_id() -> str:
 
 
 def read_holder(descriptor: int) -> Holder | None:
-    """Return the holder that an open lock file names; None where it names none."""
+    """Return the holder that an open lock file names; None if it names none."""
     try:
         return Holder.read(json.loads(os.pread(descriptor, LONGEST, 0)))
     except (ValueError, RecursionError):
@@ -131,7 +131,7 @@ class Ownership:
 
     @classmethod
     def joined(cls, folder: Path, token: str) -> Ownership | None:
-        """Claim a folder that rank 0 of this launch has locked; None where its `.lock` is not seen here."""
+        """Claim a folder that rank 0 of this launch has locked; None if its `.lock` is not seen here."""
         try:
             descriptor = _open_regular(folder / LOCK)
         except OSError:
@@ -151,12 +151,12 @@ class Ownership:
         )
 
     def check(self) -> None:
-        """Raise FolderLost where the folder is gone or another run's, from then on; OSError where that is not known."""
+        """Raise FolderLost if the folder is gone or another run's, from then on; OSError where that is not known."""
         self.lost = self.lost or self._loss()
         self.raise_if_lost()
 
     def raise_if_lost(self) -> None:
-        """Raise FolderLost where an earlier check did, in any thread; the disk is not asked."""
+        """Raise FolderLost if an earlier check did, in any thread; the disk is not asked."""
         if self.lost is not None:
             raise self.lost.copy()
 
@@ -227,7 +227,7 @@ def _taken(folder: Path, holder: Holder | None) -> FolderLost:
     by = f"it is that of {holder}" if holder is not None else f"its {LOCK} is not the one that this run wrote"
     return FolderLost(
         f"{folder} is no longer this run's folder: {by}. Nothing more was written to it",
-        allowed="one run a folder, which is left alone until the run ends",
+        allowed="one run per folder; nothing else changes it until the run ends",
         do=f"{add_option('new')}, or give run.dir=FOLDER, to train in a separate folder",
         exit_code=CANNOT_CREATE,
     )
@@ -240,13 +240,13 @@ def _gone(folder: Path, absolute: Path) -> FolderLost:
         given = (
             f"{folder / LOCK} is gone: the working directory of the process is {Path.cwd()} now, the run is {absolute}"
         )
-        do = f"start it with run.dir={absolute}: it goes on from its last checkpoint"
+        do = f"start it with run.dir={absolute}: it resumes from its last checkpoint"
     elif folder.is_dir():
         given = f"{folder / LOCK} is gone: it was removed while the run trained"
-        do = f"start the run with the same command: it goes on from its last checkpoint; leave {LOCK} to the run"
+        do = f"start the run with the same command: it resumes from its last checkpoint; leave {LOCK} to the run"
     return FolderLost(
         f"{given}. Nothing was created",
-        allowed="a run folder that stays as it is until the run ends",
+        allowed="a run folder that does not change until the run ends",
         do=do,
         exit_code=STORAGE,
     )
@@ -257,7 +257,7 @@ _owned: set[Ownership] = set()
 
 
 def owner_of(path: Path) -> Ownership | None:
-    """Return the claim of this process on the folder that `path` is in; None where it has none."""
+    """Return the claim of this process on the folder that `path` is in; None if it has none."""
     found = (one for one in tuple(_owned) if one.covers(path))
     return max(found, key=lambda one: len(one.folder.parts), default=None)
 

@@ -355,7 +355,7 @@ class Charts:
 
 
 def charts_of(*found: Chart | None) -> tuple[Charts, ...]:
-    """Return one block of the charts that have something to draw; none where there is nothing."""
+    """Return one block of the charts that have something to draw; none if there is nothing."""
     drawn = tuple(chart for chart in found if chart is not None and not chart.is_empty)
     return (Charts(drawn),) if drawn else ()
 

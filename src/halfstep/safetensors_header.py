@@ -53,8 +53,8 @@ def content(tensor: Tensor) -> memoryview:
 def _name_of(tensor: Tensor, name: str) -> str:
     if tensor.dtype not in DTYPES:
         raise WrongUse(
-            f"{name} is of type {tensor.dtype}, which files of tensors do not know",
+            f"{name} is of type {tensor.dtype}, which .safetensors files do not support",
             allowed=", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES),
-            do="keep it as another type",
+            do="store it as another type",
         )
     return DTYPES[tensor.dtype]

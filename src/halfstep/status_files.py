@@ -64,7 +64,7 @@ class StatusFile:
 
     @property
     def written_at(self) -> float:
-        """When the file was written, by the clock of its host, in seconds since 1970; 0 where that is not known."""
+        """When the file was written, by the clock of its host, in seconds since 1970; 0 if that is not known."""
         return timestamp(self.time)
 
     @property
@@ -74,7 +74,7 @@ class StatusFile:
 
     @property
     def holder(self) -> Holder | None:
-        """The process that wrote the file; None where the file names none."""
+        """The process that wrote the file; None if the file names none."""
         return Holder.read(vars(self))
 
     def is_gone(self, started_by: float) -> bool:
@@ -83,7 +83,7 @@ class StatusFile:
 
 
 def read_status(folder: Path, rank: int) -> StatusFile | None:
-    """Return the status of a rank; None where it has written none."""
+    """Return the status of a rank; None if it has written none."""
     content = read_json(folder / status_file(rank))
     return known_fields(StatusFile, content) if isinstance(content, dict) and content else None
 

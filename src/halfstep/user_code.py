@@ -24,7 +24,7 @@ _PYTHONS = sysconfig.get_path("stdlib") + os.sep
 
 
 def running_line(innermost: FrameType | None = None) -> str | None:
-    """Return `file:line` of the running user code; None where there is none, as in backward.
+    """Return `file:line` of the running user code; None if there is none, as in backward.
 
     `innermost` is the frame of another thread, where the caller's is not meant.
     """

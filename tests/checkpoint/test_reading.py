@@ -118,7 +118,7 @@ def test_a_checkpoint_that_lies_elsewhere_is_none(place: Path, tmp_path: Path) -
     shutil.move(newest(place), tmp_path / "elsewhere")
     place.joinpath("step-00000002.0002").symlink_to(tmp_path / "elsewhere")
     verdict = verified(generations(place)[0])
-    assert verdict.problem == "a link, where a folder was made"
+    assert verdict.problem == "a link instead of a folder"
 
 
 @pytest.mark.wording

@@ -84,7 +84,7 @@ def test_every_change_is_told(tmp_path: Path) -> None:
         content = bytearray(b"{" * 40)
         content[place] ^= 1
         (tmp_path / "a").write_bytes(content)
-        assert find_file_defect(tmp_path, found) == "a has the right size and another SHA-256 than was written"
+        assert find_file_defect(tmp_path, found) == "a has the right size, but a different SHA-256 than was written"
     (tmp_path / "a").write_bytes(b"{" * 39)
     assert find_file_defect(tmp_path, found) == "a has 39 bytes, 40 were written"
 

@@ -83,7 +83,7 @@ def test_another_form_is_said_to_be_one(form: int, whose: str, generation: Check
 @pytest.mark.parametrize("name", ["../rank-00000.json", "/etc/passwd", "rank-00000.json/..", "rank-0.json", "a", ""])
 def test_names_that_are_paths_are_refused(name: str, generation: CheckpointDir) -> None:
     files = {tensors_of(0): [1, "a" * 64], name: [1, "b" * 64]}
-    with pytest.raises(ValueError, match="is no file of a checkpoint"):
+    with pytest.raises(ValueError, match="is not a checkpoint file"):
         read(generation, changed(files=files))
 
 

@@ -65,7 +65,7 @@ def test_the_files_are_written(benched: tuple[dict[str, Any], Path]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--bf16"], "where RECIPE should be"),
+        (["--bf16"], "instead of RECIPE"),
         (["classification_tyni"], "classification_tiny"),
         (["classification_tiny", "--bf16"], "--precisions"),
         (["classification_tiny", "--precisions", "fp31"], "fp31"),

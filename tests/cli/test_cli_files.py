@@ -136,7 +136,7 @@ def test_a_flipped_bit_in_the_newest_is_found_and_the_resume_foretold(copied: Pa
     done = halfstep("verify", copied)
     assert done.exit_code == 65
     assert "step-00000012.0004  damaged" in done.stdout
-    assert "  rank-00000.safetensors has the right size and another SHA-256 than was written\n" in done.stdout
+    assert "  rank-00000.safetensors has the right size, but a different SHA-256 than was written\n" in done.stdout
     assert done.stdout.count("intact") == 3
     assert "1 of 4 checkpoints is damaged" in done.stderr
     assert "goes on from step-00000009.0003 (step 9), and does at least 3 steps again" in done.stderr
@@ -157,7 +157,7 @@ def test_an_older_one_that_is_damaged_is_told_and_does_no_harm(copied: Path) -> 
     assert f"rank-00000.json has 100 bytes, {size:,} were written" in done.stdout
     assert "its manifest: No such file" in done.stdout
     assert "2 of 4 checkpoints are damaged" in done.stderr
-    assert "goes on from step-00000012.0004, the newest, which is whole" in done.stderr
+    assert "goes on from step-00000012.0004, the newest, which is intact" in done.stderr
 
 
 @pytest.mark.wording
@@ -175,7 +175,7 @@ def test_where_none_is_whole_a_resume_is_refused(copied: Path) -> None:
         flip(one.path / "rank-00000.json")
     done = halfstep("verify", copied)
     assert done.exit_code == 65
-    assert "none of the 4 checkpoints is whole" in done.stderr
+    assert "none of the 4 checkpoints is intact" in done.stderr
 
 
 def test_what_an_earlier_resume_set_aside_is_told_and_is_no_failure(copied: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_resume_is_proven_exact(trained: Any, name: str, width: int) -> None:
     [
         ("0.1 * torch.rand(1)", 0, ""),
         ("0.1 * self.draw.random()", 70, "3 + 3 steps are not 6 steps:"),
-        ("os.urandom(1)[0] / 2560", 70, "the same 3 steps came out in two ways, before anything was resumed:"),
+        ("os.urandom(1)[0] / 2560", 70, "the same 3 steps gave two results, even before a resume:"),
     ],
 )
 def test_a_task_with_randomness_of_its_own(tmp_path: Path, noise: str, code: int, title: str) -> None:

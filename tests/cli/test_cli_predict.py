@@ -224,7 +224,7 @@ def test_a_task_that_makes_nothing_asks_for_a_folder(tmp_path: Path) -> None:
     assert halfstep("train", "classification_tiny", *words).exit_code == 0
     done = halfstep("predict", tmp_path / "run", "--weights", "last")
     assert done.exit_code == 78
-    assert "makes nothing by itself" in done.stderr
+    assert "generates nothing by itself" in done.stderr
     assert f"halfstep predict {tmp_path / 'run'} FOLDER" in done.stderr.replace("\n", "")
     assert not (tmp_path / "run" / "predictions").exists()
 

@@ -247,7 +247,7 @@ def test_a_point_that_is_not_finite_is_named(place: Path, task: Path) -> None:
     assert train(place, "data", "--fp32", "data.bad=3").exit_code == 0
     report = replayed(place / "data", "--task", task)
     assert report["verdict"]["cause"] == "data"
-    assert report["do"] == "fix the samples named above, or remove them; this run went on without the batch"
+    assert report["do"] == "fix the samples named above, or remove them; this run continued without the batch"
     assert report["command"] == "", "it is finished, and there is nothing to remedy"
     page = " ".join(halfstep("replay", place / "data", "--task", task).stdout.split())
     assert page.startswith("data: ")
@@ -288,7 +288,7 @@ def test_a_run_without_trouble_is_no_error(place: Path, mode: str) -> None:
     assert train(place, f"well-{mode}", "--fp32", f"guard={mode}").exit_code == 0
     done = halfstep("replay", place / f"well-{mode}")
     assert done.exit_code == 0
-    assert "has no failed step on record" in " ".join(done.stdout.split())
+    assert "has no recorded failed step" in " ".join(done.stdout.split())
     assert ("guard: off" in done.stdout) == (mode == "off")
     assert json.loads(halfstep("replay", place / f"well-{mode}", "--json").stdout)["failed_steps"] == []
 
@@ -299,13 +299,13 @@ def test_failed_steps_of_an_earlier_version_are_refused_by_name(tmp_path: Path) 
     (tmp_path / "recipe.yaml").write_text("task: segmentation\n")
     done = halfstep("replay", tmp_path)
     assert done.exit_code == 79
-    assert "trouble holds failed steps of an earlier halfstep" in " ".join(done.stderr.split())
+    assert "trouble contains failed steps of an earlier halfstep" in " ".join(done.stderr.split())
     (tmp_path / "failed_steps" / "000001").mkdir(parents=True)
     (tmp_path / "failed_steps" / "000001" / "failed_step.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "failed_steps" / "000001"):
         done = halfstep("replay", folder)
         assert done.exit_code == 79
-        assert "failed_steps holds failed steps of an earlier halfstep" in " ".join(done.stderr.split())
+        assert "failed_steps contains failed steps of an earlier halfstep" in " ".join(done.stderr.split())
 
 
 @pytest.mark.wording

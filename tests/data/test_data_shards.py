@@ -204,8 +204,8 @@ def test_nothing_is_unpacked_and_odd_members_are_passed_over(tmp_path: Path) -> 
         ({"1.png": b"x", "1.cls": b"cat"}, "no class number"),
         ({"1.png": b"x", "1.cls": b"-1"}, "no class number"),
         ({"1.png": b"x", "1.cls": b"9" * 5000}, "no class number"),
-        ({"1.png": b"x", "1.cls": b"20240115"}, r"1\.cls holds the class number 20240115, more than 1,000,000"),
-        ({"1.png": b"x", "1.cls": b"1000001"}, r"1\.cls holds the class number"),
+        ({"1.png": b"x", "1.cls": b"20240115"}, r"1\.cls contains the class number 20240115, more than 1,000,000"),
+        ({"1.png": b"x", "1.cls": b"1000001"}, r"1\.cls contains the class number"),
         ({"1.png": b"x", "1.cls": b"1", "2.png": b"x"}, "differ in having a label"),
     ],
 )

@@ -94,7 +94,7 @@ def test_things_that_no_mask_can_hold_are_refused(tmp_path: Path, things: Any) -
 
 @pytest.mark.wording
 def test_a_folder_without_recordings_says_what_it_should_hold(tmp_path: Path) -> None:
-    with pytest.raises(BadData, match="holds no recording of the split 'train'") as told:
+    with pytest.raises(BadData, match="contains no recording of the split 'train'") as told:
         MoviShards(tmp_path)
     assert "movi_e-train-000000.tar" in told.value.allowed
     (tmp_path / "movi_e-train-000000.tar").write_bytes(b"not a tar" * 100)

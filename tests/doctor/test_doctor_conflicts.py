@@ -65,8 +65,8 @@ def test_a_lone_amp_is_fp16_in_other_projects_and_the_device_s_own_format_in_a_r
 ) -> None:
     own = check(tmp_path, "task: segmentation\namp: true\n")["status"]
     assert (own["aligned"], own["precision"]) == (True, "amp")
-    assert own["amp"] == "enabled (bf16 where the device has it, else fp16)"
-    assert own["fp16"] == "enabled where the device has no bf16"
+    assert own["amp"] == "enabled (bf16 if the device has it, else fp16)"
+    assert own["fp16"] == "enabled if the device has no bf16"
     assert check(tmp_path, "amp: true\n")["status"]["precision"] == "fp16"
     assert check(tmp_path, "task: segmentation\namp: true\nfp16: false\n")["status"]["precision"] == "bf16"
     assert check(tmp_path, "task: segmentation\namp: true\n", LAUNCHER)["status"]["precision"] == "bf16"

@@ -77,7 +77,7 @@ def test_the_table_says_who_wins_over_what() -> None:
 def test_what_only_the_run_knows_is_not_called_silence() -> None:
     result = doctor(str(project("hydra_unresolved")))
     assert result.exit_code == 0
-    assert "precision: what decides is known only in the run" in result.output
+    assert "precision: the deciding value is known only at run time" in result.output
 
 
 def test_accelerates_own_default_file_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,11 +52,11 @@ def test_a_first_start_says_nothing_of_it() -> None:
 @pytest.mark.parametrize(
     ("repeated", "ending"),
     [
-        (14, " (14 steps are done again)"),
-        (1, " (1 step is done again)"),
+        (14, " (14 steps are repeated)"),
+        (1, " (1 step is repeated)"),
         (0, ""),
         (None, ""),
-        (1234, " (1,234 steps are done again)"),
+        (1234, " (1,234 steps are repeated)"),
     ],
 )
 def test_where_it_goes_on(repeated: int | None, ending: str) -> None:
@@ -72,7 +72,7 @@ def test_what_is_not_as_it_was_has_a_line_each_right_after_the_title() -> None:
         rejected_checkpoints=["step-00000018.0008: rank-00000.safetensors is cut off"],
     )
     told = [
-        "resumed at step 15 of 40 from checkpoint step-00000015.0007 (3 steps are done again)",
+        "resumed at step 15 of 40 from checkpoint step-00000015.0007 (3 steps are repeated)",
         "APPROXIMATE because torch was 2.12.0",
         "APPROXIMATE because 2 processes are 1",
         "accepted change: train.lr: 0.001 -> 0.0005",
@@ -124,7 +124,7 @@ def test_many_reasons_are_few_lines_and_cannot_speak_to_the_terminal() -> None:
 
 def test_a_run_without_a_checkpoint_starts_again_and_says_all() -> None:
     lines = plain_lines([start(resumed={"checkpoint": None, "attempt": 0})])
-    assert lines[1] == "started again from step 0: the run was ended before its first checkpoint"
+    assert lines[1] == "started again from step 0: the run ended before its first checkpoint"
     assert "  recipe" in lines
 
 
@@ -178,7 +178,7 @@ def ended(events: list[Event], **changes: object) -> list[str]:
 
 def test_a_run_that_was_stopped_says_by_what_and_how_to_go_on() -> None:
     told = "stopped by SIGTERM at step 23 of 40: saved as step-00000023.0009; "
-    told += "start it again with the same command to go on"
+    told += "start it again with the same command to resume"
     stopped = {"reason": "stopped", "signal": "SIGTERM", "checkpoint": "step-00000023.0009"}
     assert ended([start(), step(23), saved(23, 9)], **stopped) == [f"  {told}"]
     lines = live_lines([], [start(), step(23), end(**stopped)], width=80)
@@ -198,7 +198,7 @@ def test_a_run_that_was_stopped_and_could_not_be_saved() -> None:
 def test_a_run_that_was_begun_anew_is_not_sent_to_another_folder() -> None:
     """The same command would begin once more, in a folder with the next number."""
     anew = start(command="halfstep train tiny --new", dir="runs/my tiny-2")
-    go_on = "start it again without --new, with 'run.dir=runs/my tiny-2', to go on"
+    go_on = "start it again without --new, with 'run.dir=runs/my tiny-2', to resume"
     stopped = {"reason": "stopped", "signal": "SIGTERM", "checkpoint": "step-00000023.0009"}
     assert ended([anew, step(23)], **stopped)[0].endswith(f"saved as step-00000023.0009; {go_on}")
     failed = ended([anew, step(23), saved(20, 8)], reason="failed")

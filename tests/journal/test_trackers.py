@@ -117,7 +117,7 @@ def test_the_end_of_a_run_says_what_to_type(tmp_path: Path) -> None:
     assert [lines(name) for name in TRACKERS] == [[], [], [], []], "nothing was left there"
     (tmp_path / "a run" / "tensorboard").mkdir(parents=True)
     (tmp_path / "a run" / "wandb" / "offline-run-20260101_000000-abc").mkdir(parents=True)
-    assert lines("tensorboard") == [f"to look at it: tensorboard --logdir '{tmp_path}/a run/tensorboard'"]
+    assert lines("tensorboard") == [f"to view it: tensorboard --logdir '{tmp_path}/a run/tensorboard'"]
     assert lines("wandb") == [f"to upload it: wandb sync '{tmp_path}/a run/wandb'/offline-run-*"]
     assert lines("none") == tracker_hints({}) == []
 

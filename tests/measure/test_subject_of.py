@@ -43,9 +43,9 @@ def test_a_model_is_a_case_of_this_process_and_text_is_a_subject_for_any() -> No
     [
         ((linear()[0],), "the model Linear without loss_fn and batch"),
         ((linear()[0], linear()[1]), "without batch"),
-        ((CASE, linear()[1]), "a loss_fn or a batch next to 'tests.support.cases:linear'"),
-        (({"task": "segmentation"},), "a dict as what to measure"),
-        ((3,), "a int as what to measure"),
+        ((CASE, linear()[1]), "a loss_fn or a batch together with 'tests.support.cases:linear'"),
+        (({"task": "segmentation"},), "a dict as the subject of a measurement"),
+        ((3,), "a int as the subject of a measurement"),
     ],
 )
 def test_every_tool_refuses_the_same_things(tool: Any, arguments: tuple[Any, ...], words: str) -> None:

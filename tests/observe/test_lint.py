@@ -131,7 +131,7 @@ def test_a_buffer_that_was_cast_with_the_model() -> None:
         (lambda model, x: F.normalize(model.layer(x)), "1e-12 is 0 in fp16"),
         (lambda model, x: model.layer(x).sigmoid().clamp(1e-4, 1 - 1e-6).log(), "the bound 0.999999 is 1 in fp16"),
         (lambda model, x: 1 - torch.full((9,), 1e-4, dtype=torch.float16), "1 - x is 1 in fp16 for 9 of 9"),
-        (lambda model, x: F.normalize(model.layer(x)), "by the CPU's rules: CUDA's autocast takes norms in fp32"),
+        (lambda model, x: F.normalize(model.layer(x)), "by the CPU's rules: CUDA's autocast computes norms in fp32"),
         (lambda model, x: torch.maximum(model.layer(x), torch.tensor(1e-9)), "maximum with it protects nothing"),
         (lambda model, x: torch.minimum(model.layer(x), torch.tensor(1 - 1e-6)), "the bound 0.999999 is 1 in fp16"),
         (lambda model, x: model.layer(x).clamp(-1 + 1e-6, 1).atanh(), "the bound -0.999999 is -1 in fp16"),

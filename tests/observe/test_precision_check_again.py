@@ -52,7 +52,7 @@ def test_a_change_in_a_run_that_has_been_going_is_told_and_ends_nothing() -> Non
         assert stepper.step(mse, torch.randn(4, 8)).applied
     stepper.model.wide = True  # type: ignore[assignment]
     stepper.counts.applied = 1000
-    with pytest.warns(UserWarning, match=r"bf16 was asked for, but now.*fp32 100 %"):
+    with pytest.warns(UserWarning, match=r"bf16 was requested, but now.*fp32 100 %"):
         assert stepper.step(mse, torch.randn(4, 8)).applied
     assert [finding.id for finding in stepper.findings] == ["precision.changed"]
     assert not isinstance(stepper._scope, Watch)

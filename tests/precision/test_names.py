@@ -140,7 +140,7 @@ def test_a_switch_alone_leaves_the_format_to_the_device(settings: dict[str, obje
     read = read_settings(settings)
     assert read is not None
     assert read.name == "amp"
-    assert read.took.endswith("names no format: bf16 where the device has it, else fp16")
+    assert read.took.endswith("names no format: bf16 if the device has it, else fp16")
 
 
 def test_amp_as_a_word_is_the_switch() -> None:

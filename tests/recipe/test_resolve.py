@@ -89,7 +89,7 @@ def test_many_mistakes_and_long_values_stay_short() -> None:
         ("trainer: {amp: true, fp16: true}", "fp16", "taken for fp16"),
         ("use_amp: True\namp_dtype: bfloat16", "bf16", "use_amp=True with amp_dtype='bfloat16' is taken for bf16"),
         ("use_amp: False\namp_dtype: bfloat16", "fp32", "use_amp=False is taken for fp32"),
-        ("use_amp: True", "amp", "use_amp=True names no format: bf16 where the device has it, else fp16"),
+        ("use_amp: True", "amp", "use_amp=True names no format: bf16 if the device has it, else fp16"),
         ("amp: true\nbf16: true", "bf16", "taken for bf16"),
         ("fp32: true", "fp32", ""),
         ("fp32: yes", "fp32", "fp32='yes' is taken for fp32"),

@@ -156,7 +156,7 @@ def test_a_plan_has_its_candidates_and_what_the_choice_means(tmp_path: Path) -> 
     assert dict(outlook.impact)["Memory"].startswith("bf16, channels last 50 % less")
     assert "Faster: 1.80x strict fp32 (1.70 to 1.90, 40 pairs)." in outlook.benefits
     assert "Less memory: 2.00 MiB of 4.00 MiB are free for a larger batch." in outlook.benefits
-    assert ("Another result than fp32's", "low", "holds: 0.1 % from fp32 after 32 updates") in outlook.risks
+    assert ("A result that differs from fp32's", "low", "holds: 0.1 % from fp32 after 32 updates") in outlook.risks
     assert ("fp16, rejected", "low", "overflows") in outlook.risks
     assert dict(outlook.expect)["An update"] == "about 50 ms"
     page = Page(page_of([found]))

@@ -31,7 +31,7 @@ def test_a_store_that_is_well(in_store: InStore, tmp_path: Path) -> None:
     assert in_store("keys") == [], "nothing is left behind"
     code, out, _ = doctor(in_store.address, "--report", tmp_path / "store.md")
     assert code == 0
-    assert "checkpoints can be kept here" in out
+    assert "this store can hold checkpoints" in out
     assert "put-bucket-lifecycle-configuration" in out
     assert "206" in (tmp_path / "store.md").read_text()
 

@@ -193,7 +193,7 @@ def test_two_samples_of_one_name_cannot_have_embeddings(tmp_path: Path) -> None:
         tar(tmp_path / "set" / folder / "s.tar")
     file = tmp_path / "e.safetensors"
     save_file({f"s.tar/{n:04d}": torch.zeros(3) for n in range(6)}, file)
-    with pytest.raises(BadData, match=r"6 names are those of several samples: s\.tar/0000") as caught:
+    with pytest.raises(BadData, match=r"6 names belong to several samples: s\.tar/0000") as caught:
         sources("embedding", name="shards", path=str(tmp_path / "set"), val=0.3, embeddings=str(file))
     assert "rename" in caught.value.do
     assert len(sources("none", name="shards", path=str(tmp_path / "set"), val=0.3)["train"]) > 0

@@ -441,7 +441,7 @@ def test_an_earlier_form_is_refused_by_name(tmp_path: Path, form: int) -> None:
     (old / "failed_step.json").write_text("{}")
     places = [tmp_path] if form == 1 else [tmp_path, old]
     for place in places:
-        with pytest.raises(StateMismatch, match=rf"{old.parent} holds failed steps of an earlier halfstep"):
+        with pytest.raises(StateMismatch, match=rf"{old.parent} contains failed steps of an earlier halfstep"):
             refuse_earlier(place)
     kept(tmp_path, *troubled())
     refuse_earlier(tmp_path)

@@ -1,4 +1,4 @@
-"""What each rank holds: as the recipe asks, or the least sharding that fits the memory of a device."""
+"""What each rank holds: as the recipe requests, or the least sharding that fits the memory of a device."""
 
 from __future__ import annotations
 

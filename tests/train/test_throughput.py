@@ -91,7 +91,7 @@ def test_a_run_of_hours_is_told_with_what_would_be_shorter() -> None:
     assert text is not None
     assert text.startswith("41 s a step: this run takes about 14 h 00 min here. Shorter: ")
     assert "data.crop=256, with a quarter of the pixels (about 3 h 30 min)" in text
-    assert "train.epochs=3 for a look (about 25 min 12 s)" in text
+    assert "train.epochs=3 for a quick look (about 25 min 12 s)" in text
     assert "a smaller recipe: segmentation_tiny, oxford_pets" in text
 
 
@@ -104,6 +104,6 @@ def test_a_run_by_steps_is_shortened_by_steps_and_a_size_that_cannot_be_halved_i
     by_steps = recipe("segmentation_tiny", "train.epochs=null", "train.steps=1000")
     text = too_long(by_steps, "data.crop", seconds=36_000.0, per_step=36.0, on_cores=True)
     assert text is not None
-    assert "train.steps=50 for a look (about 30 min 00 s)" in text
+    assert "train.steps=50 for a quick look (about 30 min 00 s)" in text
     assert "data.crop" not in text
     assert too_long(by_steps, "", seconds=36_000.0, per_step=36.0, on_cores=True)

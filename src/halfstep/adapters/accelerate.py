@@ -78,7 +78,7 @@ def from_accelerate(
     order_gradients_by(stepper, model)
     if had_autocast:
         evidence = (
-            f"accelerate's autocast in {accelerator.mixed_precision} was taken off {type(unwrapped(model)).__name__}"
+            f"accelerate's autocast in {accelerator.mixed_precision} was removed from {type(unwrapped(model)).__name__}"
         )
         stepper.findings.append(
             Finding("accelerate.autocast", "note", evidence, "evaluate inside stepper.evaluating()")
@@ -101,7 +101,7 @@ def _check_prepared(accelerator: Accelerator, model: nn.Module, optimizer: Any) 
     ):
         if not any(given is one for one in known):
             raise WrongUse(
-                f"from_accelerate with a {type(given).__name__} that is no prepared {what} of this Accelerator",
+                f"from_accelerate with a {type(given).__name__} that is not a prepared {what} of this Accelerator",
                 allowed="one model and one optimizer as accelerator.prepare returned them",
                 do="model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)",
             )

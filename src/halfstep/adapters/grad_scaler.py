@@ -53,7 +53,7 @@ class _Agreed(NamedTuple):
 
     finite: bool
     loss: float | None
-    """None where no backward pass of a scaled loss was seen."""
+    """None if no backward pass of a scaled loss was seen."""
     bad_buffer: bool
     scale: float
     norms: list[float]

@@ -155,7 +155,7 @@ def refuse_other_steps(optimizer: Optimizer, hosted: HostedStep) -> None:
             raise WrongUse(
                 f"{type(optimizer).__name__}.step() inside an open window of the Stepper",
                 allowed="the optimizer that the library passes to its hooks, whose step() concludes the window",
-                do="remove the call, or call step() of that optimizer in place of the inner one",
+                do="remove the call, or call step() of that optimizer instead of the inner one's",
             )
 
     optimizer.register_step_pre_hook(before_step)

@@ -174,7 +174,7 @@ def hold_methods(thing: Any, methods: Sequence[str], moves: Callable[[], Moves])
         thing.__class__ = type(kind.__name__, (kind,), members)
     except TypeError as error:
         raise WrongUse(
-            f"include({kind.__name__}), whose methods cannot be held",
+            f"include({kind.__name__}), whose methods cannot be postponed",
             allowed="an object of a Python class without __slots__",
             do="call it under `if scaler.report.applied:`",
         ) from error

@@ -152,7 +152,7 @@ class HalfstepPrecision(Precision):
             raise WrongUse(
                 "training_step returned None inside an accumulation window",
                 allowed="a loss for every micro-batch; None only with accumulate_grad_batches=1",
-                do="return a loss, such as 0.0 * loss for a batch to leave out",
+                do="return a loss, such as 0.0 * loss for a batch to skip",
             )
         self._owes_backward = True
         # An accumulation schedule changes the number between windows only.
@@ -169,7 +169,7 @@ class HalfstepPrecision(Precision):
             self.drop_open_window()
             raise _unsupported(
                 f"training_step run {self._microbatches} times for an update of {many}",
-                "each batch once; optimizers such as SAM, which run the closure twice, need a loop of their own",
+                "each batch once; optimizers such as SAM, which run the closure twice, need their own loop",
                 "a halfstep.Stepper with manual forward passes",
             )
         self._hosted.stepper.backward(tensor if many == 1 else tensor * many)
@@ -178,13 +178,13 @@ class HalfstepPrecision(Precision):
         """Run the last micro-batch, which is the closure, and conclude the window; raise Diverged to end the run."""
         if optimizer is not self._optimizer:
             raise _unsupported(
-                f"another {type(optimizer).__name__} than when fit began",
+                f"another {type(optimizer).__name__} than at the start of fit",
                 "the optimizer of configure_optimizers",
                 "optimizer.add_param_group(...), or write to its param_groups",
             )
         # Lightning calls the closure of other micro-batches by itself: only the last one arrives here.
         loss = closure()
-        # None where training_step returned None; also where the module ran the closure before `optimizer.step()`.
+        # None if training_step returned None; also where the module ran the closure before `optimizer.step()`.
         ran_before = loss is None and not self._owes_backward and self._hosted.stepper.in_window
         if (loss is None and not ran_before) or self._progress._skip_backward:
             self._owes_backward = False
@@ -213,7 +213,7 @@ class HalfstepPrecision(Precision):
             raise _unsupported(
                 f"gradient_clip_val={clip_val!r} and gradient_clip_algorithm={gradient_clip_algorithm!r}, changed "
                 "during fit",
-                f"those that fit began with: {self._clipping}",
+                f"the values at the start of fit: {self._clipping}",
                 "configure_gradient_clipping in the module, with self.clip_gradients(optimizer, value, 'norm'), and a "
                 "Trainer without gradient_clip_val",
             )
@@ -231,7 +231,7 @@ class HalfstepPrecision(Precision):
             raise WrongUse(
                 "HalfstepPrecision outside of Trainer.fit",
                 allowed="Trainer(plugins=step, callbacks=[step.callback]).fit(module)",
-                do="use a halfstep.Stepper in a loop of your own",
+                do="use a halfstep.Stepper in your own loop",
             )
         return self.hosted
 
@@ -267,7 +267,7 @@ class HalfstepCallback(Callback):
         self._validated = False
         """Whether a validation ran after the current batch."""
         self._inputs = 0
-        """The number of arguments of training_step that a rerun needs; 0 where it cannot be run again."""
+        """The number of arguments of training_step that a rerun needs; 0 if it cannot be run again."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a Trainer that has the callback without its plugin."""
@@ -280,7 +280,7 @@ class HalfstepCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hold schedules that advance per step back after a skip."""
-        # How many of batch and index Lightning passes to training_step; 0 where it passes the iterator itself.
+        # How many of batch and index Lightning passes to training_step; 0 if it passes the iterator itself.
         names = inspect.signature(pl_module.training_step).parameters
         self._inputs = 0 if "dataloader_iter" in names else max(1, len(names))
         advance = pl_module.lr_scheduler_step

@@ -64,9 +64,9 @@ class ScaledBackward:
             written = {key: now for key, now in written.items() if before.get(key) != now}
         if true_size & written.keys():
             raise WrongUse(
-                "a backward pass into gradients that unscale_() has unscaled already",
+                "a backward pass into gradients that unscale_() has already unscaled",
                 allowed="unscale_() once, after the last backward pass of an update",
-                do="call unscale_() only where step() follows, or optimizer.zero_grad() before the next window",
+                do="call unscale_() only if step() follows, or optimizer.zero_grad() before the next window",
             )
         self._left.update(written)
         # torch.autograd.grad() writes no gradient: its loss is no loss of the step.

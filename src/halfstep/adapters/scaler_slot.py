@@ -74,21 +74,21 @@ class ScalerSlot(OptimizerSlot):
         """Raise WrongUse for a second call in one window, and for one without a scaled loss."""
         if stage is OptState.UNSCALED:
             raise WrongUse(
-                f"{call}() for {self.name}, whose gradients were unscaled in this window already",
+                f"{call}() for {self.name}, whose gradients are already unscaled in this window",
                 allowed="one unscale_() for each optimizer between two calls of update()",
                 do="unscale_() after the last micro-batch only, and update() after every step()",
             )
         if stage is OptState.STEPPED:
             raise WrongUse(
-                f"{call}() for {self.name} after its step(), and no update() between them",
+                f"{call}() for {self.name} after its step(), without update() between them",
                 allowed="scale, backward, unscale_, step for each optimizer, and then one update()",
-                do="scaler.update() at the end of every iteration, also of one that was skipped",
+                do="scaler.update() at the end of every iteration, also of a skipped one",
             )
         if not asked:
             raise WrongUse(
                 f"{call}() for {self.name} without scale() since the last update()",
-                allowed="gradients of a scaled loss: these would be divided by a scale that they do not have",
-                do="scaler.scale(loss).backward() in place of loss.backward()",
+                allowed="gradients of a scaled loss: these would be divided by a scale they do not have",
+                do="scaler.scale(loss).backward() instead of loss.backward()",
             )
 
     def check_gradients(self, written: Sequence[Tensor]) -> None:
@@ -99,14 +99,14 @@ class ScalerSlot(OptimizerSlot):
                 "backward and unscale_(), where they carry the loss scale: by clipping, or by a backward that was not "
                 "scaled",
                 allowed="gradients as backward left them",
-                do="scaler.unscale_(optimizer) before clip_grad_norm_; after a sum or mean of your own over ranks, "
+                do="scaler.unscale_(optimizer) before clip_grad_norm_; after your own sum or mean over ranks, "
                 "scaler.accept_gradients(optimizer)",
             )
         if all(p.grad is None for p in self.gradients.parameters):
             raise WrongUse(
                 f"no parameter of {self.name} has a gradient",
                 allowed="at least one parameter that the loss depends on",
-                do="build the optimizer from the parameters that are trained (after wrapping or freezing the model)",
+                do="build the optimizer from the trained parameters (after wrapping or freezing the model)",
             )
 
     def check_closure(self, given: Sequence[Any]) -> None:
@@ -115,7 +115,7 @@ class ScalerSlot(OptimizerSlot):
             raise WrongUse(
                 f"a closure for {self.name}, which computes gradients that nothing unscales",
                 allowed="step(optimizer) after backward",
-                do="another optimizer than LBFGS, or a loop without a scaler",
+                do="an optimizer other than LBFGS, or a loop without a scaler",
             )
 
     def stepped_beside(self) -> WrongUse:
@@ -143,7 +143,7 @@ def nothing_to_update() -> WrongUse:
     """Return the error for an update() that nothing came before."""
     return WrongUse(
         "update() without step() or unscale_() since the last one: the scale would change inside a window, or "
-        "optimizer.step() was called in place of scaler.step(optimizer)",
+        "optimizer.step() was called instead of scaler.step(optimizer)",
         allowed="scaler.step(optimizer) for each optimizer, and then one update()",
-        do="move update() to where step() is, after the last micro-batch",
+        do="move update() next to step(), after the last micro-batch",
     )

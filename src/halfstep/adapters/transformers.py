@@ -279,7 +279,7 @@ def _clipping(limit: Any) -> Clipping:
 
 
 def _check_all_owned(model: nn.Module, optimizer: Optimizer, clipping: Clipping) -> None:
-    """Raise WrongUse where the Trainer's norm would have gradients in it that the Stepper does not clip."""
+    """Raise WrongUse if the Trainer's norm would have gradients in it that the Stepper does not clip."""
     owned = {id(p) for p in owned_by(optimizer)}
     others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in owned]
     if clipping.norm is not None and others:
@@ -303,8 +303,8 @@ class _ClippedLater:
         if norm_type != 2 or (max_norm != math.inf and _clipping(max_norm) != self._clipping):
             raise WrongUse(
                 f"clip_grad_norm_(max_norm={max_norm!r}, norm_type={norm_type!r}) under HalfstepMixin",
-                allowed=f"the max_grad_norm that the run began with: {self._clipping}",
-                do="TrainingArguments(max_grad_norm=...), and no change of it during train()",
+                allowed=f"the run's initial max_grad_norm: {self._clipping}",
+                do="TrainingArguments(max_grad_norm=...), unchanged during train()",
             )
         return math.nan
 

@@ -77,8 +77,8 @@ def chunked(name: str, tensor: Tensor) -> ChunkedTensor:
     cuts = [(place, p.dim) for place, p in enumerate(dtensor.placements) if not p.is_replicate()]
     if len(cuts) != 1 or not dtensor.placements[cuts[0][0]].is_shard():
         raise WrongUse(
-            f"{name} is placed as {dtensor.placements}, which a checkpoint cannot keep",
-            allowed="tensors that are cut along one dimension, as FSDP2 cuts them",
+            f"{name} is placed as {dtensor.placements}, which a checkpoint cannot store",
+            allowed="tensors sharded along one dimension, as FSDP2 shards them",
             do="save it with torch.distributed.checkpoint",
         )
     along, dim = cuts[0]
@@ -105,7 +105,7 @@ def as_json(tensors: Mapping[str, ChunkedTensor]) -> dict[str, object]:
 def from_json(content: Any, world_size: int) -> dict[str, ChunkedTensor]:
     """Return the table of a manifest; raise ValueError for one that `as_json` did not write."""
     if not isinstance(content, dict) or set(content) != {LAYOUTS, TENSORS}:
-        raise ValueError("no table of chunks")
+        raise ValueError("not a table of chunks")
     layouts = [tuple(_counts(ranks, world_size)) for ranks in content[LAYOUTS]]
     return {name: _from_entry(name, entry, layouts) for name, entry in content[TENSORS].items()}
 
@@ -119,11 +119,11 @@ def _from_entry(name: str, entry: Any, layouts: list[tuple[int, ...]]) -> Chunke
         if rows < 1 or found.shape[dim] > rows * len(found.ranks):
             raise ValueError(f"{rows} rows a chunk")
     except (TypeError, LookupError, ValueError) as error:
-        raise ValueError(f"no chunks of a tensor: {name[:80]}: {error}") from None
+        raise ValueError(f"not chunks of a tensor: {name[:80]}: {error}") from None
     return found
 
 
 def _counts(values: Any, below: int) -> list[int]:
     if not isinstance(values, list) or any(type(value) is not int or not 0 <= value < below for value in values):
-        raise ValueError(f"{str(values)[:80]} where counts should be")
+        raise ValueError(f"{str(values)[:80]} instead of counts")
     return values

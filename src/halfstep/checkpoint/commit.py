@@ -89,7 +89,7 @@ class RankSnapshot:
 
     attempt: int
     plain: Any
-    """The state as plain JSON, with names in place of tensors."""
+    """The state as plain JSON, with names instead of tensors."""
     tensors: Mapping[str, Tensor]
     """The tensors that this rank writes, by name; one that is on a device is copied to the host as it is written."""
     finite: Collection[str] = ()

@@ -36,7 +36,7 @@ def pack(tree: Any, name: str) -> tuple[Plain, dict[str, Tensor]]:
 
 def _packed(value: Any, name: str, tensors: dict[str, Tensor], depth: int) -> Plain:
     if depth > DEEPEST:
-        raise _not_kept(f"{name[:200]} lies more than {DEEPEST} levels deep")
+        raise _not_kept(f"{name[:200]} is nested more than {DEEPEST} levels deep")
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -55,8 +55,8 @@ def _packed(value: Any, name: str, tensors: dict[str, Tensor], depth: int) -> Pl
 
 def _not_kept(given: str) -> WrongUse:
     return WrongUse(
-        f"{given}, which a checkpoint cannot keep",
-        allowed="tensors, numbers, texts, None, and dicts, lists and tuples of these",
+        f"{given}, which a checkpoint cannot store",
+        allowed="tensors, numbers, strings, None, and dicts, lists and tuples of these",
         do="let its state_dict() give plain data",
     )
 
@@ -96,7 +96,7 @@ def _mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tensor], de
 def _key(key: Any, name: str) -> int | str:
     if isinstance(key, (int, str)) and not isinstance(key, bool):
         return key
-    raise WrongUse(f"{name} has the key {key!r}", allowed="texts and whole numbers as keys", do="use plain keys")
+    raise WrongUse(f"{name} has the key {key!r}", allowed="strings and integers as keys", do="use plain keys")
 
 
 def unpack(plain: Plain, tensors: Mapping[str, Tensor], where: str) -> Any:

@@ -83,7 +83,7 @@ def refuse_strangers(folder: Path) -> None:
     """Raise OSError if the folder is a link, and Unsafe if any file in it could run code."""
     # A link may lead out of the run's folder, and what it leads to can be exchanged after the check.
     if folder.is_symlink():
-        raise OSError("a link, where a folder was made")
+        raise OSError("a link instead of a folder")
     for path in sorted(islice(folder.iterdir(), MOST_STRANGERS)):
         with contextlib.suppress(OSError), open_regular(path) as file:
             refuse_code(path, os.pread(file, LOOKED_AT, 0))
@@ -119,15 +119,15 @@ def none_intact(folder: Path, lines: list[str]) -> NoCheckpoint:
     return NoCheckpoint(
         "\n    ".join([f"{folder} has no intact checkpoint:", *shown]),
         allowed="at least one intact checkpoint; a run is never restarted silently",
-        do=f"bring back the folder from a copy, or {begin_again()}",
+        do=f"restore the folder from a copy, or {begin_again()}",
     )
 
 
 def _not_now(path: Path, problem: str) -> StorageFailed:
     return StorageFailed(
         f"{path} cannot be read now: {problem}",
-        allowed="a disk that can be read; whether the checkpoint is whole is not known",
-        do=f"try again; where it stays so, rename {path.name} to go on from the checkpoint before it",
+        allowed="a readable disk; whether the checkpoint is intact is unknown",
+        do=f"try again; if the error persists, rename {path.name} to continue from the previous checkpoint",
     )
 
 
@@ -219,7 +219,7 @@ def _damaged(path: Path, error: Exception) -> HalfstepError:
     run = path.parent.parent.parent
     return BadData(
         f"{path} cannot be read: {_in_words(error)}",
-        allowed="a checkpoint as halfstep wrote it",
+        allowed="a checkpoint written by halfstep",
         do=advice(f"halfstep verify {run}", f'halfstep.verify("{run}")'),
     )
 

@@ -156,7 +156,11 @@ def find_file_defect(folder: Path, sealed: Sealed) -> str | None:
         return f"{sealed.name}: {error.strerror or error}"
     if size != sealed.size:
         return f"{sealed.name} has {size:,} bytes, {sealed.size:,} were written"
-    return None if sha256 == sealed.sha256 else f"{sealed.name} has the right size and another SHA-256 than was written"
+    return (
+        None
+        if sha256 == sealed.sha256
+        else f"{sealed.name} has the right size, but a different SHA-256 than was written"
+    )
 
 
 def is_passing(error: Exception) -> bool:
@@ -204,7 +208,7 @@ def check_header(path: Path) -> None:
             raise ValueError(f"a header of {length:,} bytes")
         table = strict_json(os.pread(file, length, 8))
     if not isinstance(table, dict) or len(table) > MOST_TENSORS:
-        raise ValueError("no table of tensors, or one of too many")
+        raise ValueError("not a table of tensors, or too long")
     for name, entry in table.items():
         shape = [] if name == "__metadata__" else entry["shape"]
         if len(shape) > MOST_SIDES or any(not 0 <= side < 2**53 for side in shape):
@@ -234,7 +238,7 @@ def refuse_code(path: Path, start: bytes) -> None:
         raise Unsafe(
             f"{path} is {kind}, which can run code when it is read",
             allowed="checkpoints that halfstep wrote: safetensors and JSON",
-            do="do not use this folder unless you know who put the file there; delete the file, or take another run",
+            do="do not use this folder unless you know who put the file there; delete the file, or use another run",
         )
 
 
@@ -323,7 +327,7 @@ def read_manifest(generation: CheckpointDir) -> Manifest:
     text = read_bounded(generation.path / MANIFEST, LARGEST_JSON)
     content = strict_json(text)
     if not isinstance(content, dict) or type(content.get("format")) is not int:
-        raise ValueError("no manifest of a checkpoint")
+        raise ValueError("not a manifest of a checkpoint")
     # The seal is checked before the version: one flipped bit in `format` must read as damage, not as another version.
     if not is_sealed(text, content.get("seal")):
         raise ValueError("changed since it was written")
@@ -344,13 +348,13 @@ def _checked(content: dict[str, Any]) -> Manifest:
         or content["format"] != FORMAT
         or not isinstance(content["environment"], dict)
     ):
-        raise ValueError(f"no manifest of form {FORMAT}")
+        raise ValueError(f"not a manifest of form {FORMAT}")
     try:
         files = tuple(_sealed(name, *entry) for name, entry in content["files"].items())
         attempt, world_size = _count(content["attempt"], 0), _count(content["world_size"], 1)
         chunks = from_json(content["chunks"], world_size)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"no manifest of a checkpoint: {error}") from None
+        raise ValueError(f"not a manifest of a checkpoint: {error}") from None
     launch = token_of(content.get("launch"))
     if launch is None and "launch" in content:
         raise ValueError("a launch without the form of a token")
@@ -367,12 +371,12 @@ def _checked(content: dict[str, Any]) -> Manifest:
 def _sealed(name: str, size: int, sha256: str) -> Sealed:
     # Names come from a file and become paths: anything but our own pattern, such as `../`, is refused.
     if not _NAME.fullmatch(name) or not _SHA256.fullmatch(sha256):
-        raise ValueError(f"{name!r} is no file of a checkpoint")
+        raise ValueError(f"{name!r} is not a checkpoint file")
     return Sealed(name, _count(size, 0), sha256)
 
 
 def _count(value: Any, least: int) -> int:
     # `type() is int` also refuses true and false. Up to 2**53 every JSON reader keeps an integer exact.
     if type(value) is not int or not least <= value < 2**53:
-        raise ValueError(f"{value!r} where a count should be")
+        raise ValueError(f"{value!r} instead of a count")
     return value

@@ -90,7 +90,7 @@ def _explained(error: Exception) -> HalfstepError | None:
     from halfstep.out_of_memory import as_error
 
     return mismatched_extra(error) or as_error(
-        error, "", "smaller images or batches, as data.tile=256 for predict; or close what else runs here"
+        error, "", "smaller images or batches, such as data.tile=256 for predict; or close other programs"
     )
 
 

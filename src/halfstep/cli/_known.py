@@ -13,15 +13,15 @@ _SHOWN = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
 _FOR_AND_AGAINST = {
     "bf16": (
         "fp32's range: what overflows in fp16 does not here, and small gradients stay above zero",
-        "no loss scale, so nothing is skipped while one is searched for",
+        "no loss scale, so no steps are skipped to find one",
         "native from Ampere on (compute capability 8.0), on AMX and AVX512-BF16, on AMD's CDNA and RDNA 3",
-        "against it: two digits; sums and weights stay in fp32, or small updates are lost",
+        "drawback: two digits; sums and weights stay in fp32, or small updates are lost",
     ),
     "fp16": (
         "one digit more than bf16",
         "native from Volta and Turing on (compute capability 7.0), where bf16 is emulated",
-        "against it: above 65504 is infinity, below 6e-08 is zero; it needs a loss scale, which moves by itself",
-        "against it: values that a model never had in training may overflow later",
+        "drawback: above 65504 is infinity, below 6e-08 is zero; it needs a loss scale, which adjusts itself",
+        "drawback: values that a model never had in training may overflow later",
     ),
 }
 
@@ -94,7 +94,7 @@ def known_page(
     if formats is not None:
         blocks += _formats(formats)
     if gpus is not None:
-        aside = "what auto takes without measuring; halfstep estimate RECIPE --device NAME for memory"
+        aside = "auto's choice without measuring; halfstep estimate RECIPE --device NAME for memory"
         cells = [
             (row.id, row.name, f"{row.gib:.0f} GiB", " ".join(row.native) or "-", Span(row.precision, "good"))
             for row in gpus
@@ -120,7 +120,7 @@ def _formats(rows: Sequence[FormatRow]) -> Iterator[Block]:
     yield Heading("Mixed precision")
     yield Pairs(
         (
-            ("16 bits", "products and convolutions, forward and backward, and what they keep for backward"),
+            ("16 bits", "products and convolutions, forward and backward, and the tensors they save for backward"),
             ("fp32", "weights, optimizer state, losses, norms of gradients, sums over processes"),
         )
     )

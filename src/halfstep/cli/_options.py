@@ -82,7 +82,7 @@ RunFolder = Annotated[
     ),
 ]
 Weights = Annotated[str, typer.Option(help="best, last, or a .safetensors file.")]
-Precision = Annotated[str | None, typer.Option(help="Another precision than the run's.")]
+Precision = Annotated[str | None, typer.Option(help="The precision. Default: the run's.")]
 Bf16 = Annotated[bool, flag("--bf16", "The same as --precision bf16.")]
 Fp16 = Annotated[bool, flag("--fp16", "The same as --precision fp16.")]
 OwnTask = Annotated[Path | None, typer.Option(help="The file of the run's own task.", metavar="FILE")]
@@ -100,7 +100,7 @@ def asked_precision(precision: str | None, bf16: bool, fp16: bool) -> str | None
 def opened(folder: Path, weights: str, precision: str | None, bf16: bool, fp16: bool, task: Path | None) -> Finished:
     """Load the run with these weights, in the precision the options agree on; print findings about it first.
 
-    Raise `BadData` where the run or its weights are missing, and the errors of conflicting options.
+    Raise `BadData` if the run or its weights are missing, and the errors of conflicting options.
     """
     named = asked_precision(precision, bf16, fp16)
     from halfstep.train.run_folder import recipe_in
@@ -121,7 +121,7 @@ TAKES_SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown
 
 _RECIPE_OR_CASE = typer.Argument(
     metavar="RECIPE|CASE",
-    help="A recipe, then settings of it; or `module:callable`, which returns (model, loss_fn, batch).",
+    help="A recipe, then its settings; or `module:callable`, which returns (model, loss_fn, batch).",
     autocompletion=recipes,
 )
 RecipeOrCase = Annotated[str, _RECIPE_OR_CASE]
@@ -131,7 +131,7 @@ RecipeOrCaseIfAny = Annotated[str | None, _RECIPE_OR_CASE]
 def subject(text: str, settings: Sequence[str]) -> Subject:
     """Return the recipe or case a command names. Raise `WrongUse` for wrong words before anything is measured."""
     if text.startswith("-"):
-        raise WrongUse(f"{text} where RECIPE should be", allowed="RECIPE or CASE first", do=f"put {text} after it")
+        raise WrongUse(f"{text} instead of RECIPE", allowed="RECIPE or CASE first", do=f"put {text} after it")
     from halfstep.measure.subject import Subject
 
     named = Subject(text, tuple(settings))
@@ -147,7 +147,7 @@ def print_json(report: object) -> None:
 
 
 def show_result(report: object, page: Page, json: bool, file: Path | None = None) -> None:
-    """Write the page to `file` if one is given, then print the report as JSON if it was asked for, else its page."""
+    """Write the page to `file` if one is given, then print the report as JSON if it was requested, else its page."""
     if file is not None:
         _write_page(page, file)
     if json:
@@ -161,7 +161,7 @@ def show_result(report: object, page: Page, json: bool, file: Path | None = None
 
 
 def check_report(file: Path | None) -> None:
-    """Raise `WrongUse` for a document that is neither Markdown nor HTML, before anything is computed or changed."""
+    """Raise `WrongUse` for a document that is neither Markdown nor HTML, before the first operation or changed."""
     if file is not None and file.suffix.lower() not in (".md", ".html"):
         raise WrongUse(f"--report {file}", allowed="a name that ends in .md or .html", do="--report doctor.md")
 

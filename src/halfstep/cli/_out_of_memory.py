@@ -77,11 +77,13 @@ def _ledger_table(found: WayOut) -> Table:
 
 def _verdict(failed: OutOfMemory, found: WayOut) -> str:
     if found.batch >= failed.batch:
-        return f"by the estimate a batch of {found.batch} fits, and {failed.batch} did not: take half"
+        return f"by the estimate a batch of {found.batch} fits, but {failed.batch} did not: try half of it"
     if found.batch:
-        return f"the largest batch that fits is {found.batch}, by the estimate; the step stays the same, in pieces"
+        return (
+            f"the largest batch that fits is {found.batch}, by the estimate; the step stays the same, in micro-batches"
+        )
     if found.recomputed:
-        return "no batch fits as it is; one does where activations are computed again"
+        return "no batch fits, except with activation checkpointing"
     return "not even one sample fits: a smaller model or image, or another device (halfstep estimate --device)"
 
 

@@ -32,7 +32,7 @@ def writing(place: Path) -> AbstractContextManager[None]:
     return storing(
         f"{place} cannot be written to",
         allowed="a writable folder with room for the predictions",
-        do="give --out FOLDER, a folder of yours",
+        do="give --out FOLDER, a writable path",
     )
 
 
@@ -47,8 +47,8 @@ def check_place(place: Path, overwrite: bool) -> None:
     there = [name for name in WRITTEN if (place / name).exists()]
     if there and not overwrite:
         raise FolderTaken(
-            f"{place} holds predictions already: {', '.join(there)}",
-            allowed="a folder without any; --overwrite replaces those of the same name, and leaves the others",
+            f"{place} already contains predictions: {', '.join(there)}",
+            allowed="a folder without predictions; --overwrite replaces those of the same name, and keeps the others",
             do="give --out FOLDER, or add --overwrite",
         )
     with writing(place):
@@ -97,8 +97,8 @@ def changed(finished: Finished, settings: Sequence[str]) -> Finished:
         if key not in HOW:
             allowed = [one for one in HOW if one in fields_of(schema).by_key]
             raise BadRecipe(
-                f"{key} is part of what {finished.folder} was trained with",
-                allowed=", ".join(allowed) or f"no setting: {finished.recipe.task} has none that can change afterwards",
+                f"{key} belongs to the training of {finished.folder}",
+                allowed=", ".join(allowed) or f"no setting: none of {finished.recipe.task} can change after training",
                 do=f"remove it, or train again with {key} changed",
             )
     recipe = resolved_recipe(read_recipe(str(recipe_in(finished.folder))), settings, schema=schema).recipe
@@ -139,15 +139,15 @@ class DrawnSamples(ShownAsPage):
 def draw_samples(finished: Finished, out: Path, *, samples: int, columns: int | None, seed: int) -> DrawnSamples:
     """Draw samples with a seed, write them as one picture, and return the report.
 
-    Raise `BadData` where there is nothing to draw from, `WrongUse` for a task that draws nothing.
+    Raise `BadData` if there is nothing to draw from, `WrongUse` for a task that draws nothing.
     """
     from halfstep.draw.images import enlarged, grid, write_png
 
     made = [enlarged(picture, LEAST) for picture in _made(finished, samples, seed)]
     if not made:
         raise BadData(
-            f"{finished.folder}: there is nothing to draw from, or none of it can be read",
-            allowed="the validation data that the run was trained with",
+            f"{finished.folder}: it has no validation data that can be read",
+            allowed="the run's validation data",
             do=f"check data.path in its recipe, or give images: halfstep predict {finished.folder} FOLDER",
         )
     columns = columns or _columns(made, len(finished.task.facts().get("classes") or ()))
@@ -170,7 +170,7 @@ def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
             return finished.task.sample(finished.model, samples, on_progress)
     except LeftOut:
         raise WrongUse(
-            f"the model of {finished.folder} makes nothing by itself",
+            f"the model of {finished.folder} generates nothing by itself",
             allowed="a folder of images to predict for",
             do=f"halfstep predict {finished.folder} FOLDER",
         ) from None
@@ -234,7 +234,7 @@ class Predictions(ShownAsPage, JsonResult):
 def predict(finished: Finished, where: Path, out: Path) -> Predictions:
     """Predict each image or clip, write the results, and return the report.
 
-    Unreadable inputs are reported; raise `BadData` where none can be read.
+    Unreadable inputs are reported; raise `BadData` if none can be read.
     """
     from halfstep.data.dataset import BadSample
 
@@ -274,7 +274,7 @@ def _inputs(finished: Finished, where: Path) -> Inputs:
         raise BadData(
             f"{where} is {'no folder and no file' if where.exists() else 'not there'}",
             allowed="a folder, or one file",
-            do=f"give one that is there: halfstep predict {finished.folder} FOLDER",
+            do=f"give an existing one: halfstep predict {finished.folder} FOLDER",
         )
     data = finished.recipe.data
     if {"frames", "every"} <= set(type(data).model_fields) and where.suffix.lower() not in SUFFIXES:
@@ -328,7 +328,7 @@ def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
 
 
 def _labeled(prediction: Prediction, name: Path) -> Picture | None:
-    """Return the overlay with a legend of its colors; unchanged where there is none."""
+    """Return the overlay with a legend of its colors; unchanged if there is none."""
     from halfstep.draw.sheet import PicturedSample, single_picture
 
     if prediction.overlay is None or not prediction.legend:

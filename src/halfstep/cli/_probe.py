@@ -66,7 +66,7 @@ def _as_line(found: RunLiveness) -> str:
     code = f"exit code {found.code}"
     code = f" with {code}" if found.state == "ended" else f" ({code})" if found.code else ""
     why = f": {found.why}" if found.why not in ("", found.state) else ""
-    again = "; the same command goes on" if found.restartable else ""
+    again = "; the same command resumes" if found.restartable else ""
     line, columns = in_line(f"{found.state}{code}{why}{again}"), get_terminal_size((0, 0)).columns
     # Programs that read a pipe get one line, unless COLUMNS is set.
     return fill(line, columns, subsequent_indent="  ", break_on_hyphens=False) if columns else line

@@ -28,10 +28,11 @@ def run(
     context: typer.Context,
     recipe: RecipeOrCase,
     precision: Annotated[
-        str | None, typer.Option(help="The precision to look at; the recipe's own, or the device's, if left out.")
+        str | None, typer.Option(help="The precision to audit. Default: the recipe's, or the device's.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="One that is here; or a100-80gb, t4, ...: its formats by CUDA's rules, not run.")
+        str | None,
+        typer.Option(help="A device of this machine; or a100-80gb, t4, ...: formats by CUDA's rules, not run."),
     ] = None,
     every: Annotated[bool, flag("--all", "Show every module.")] = False,
     picture: Annotated[

@@ -40,7 +40,7 @@ def run(
         float | None, typer.Option(help="Price of the machine, in any currency: adds the cost of training.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where runs and reports go; runs/bench-RECIPE if left out.", metavar="FOLDER")
+        Path | None, typer.Option(help="The folder of runs and reports. Default: runs/bench-RECIPE.", metavar="FOLDER")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -74,7 +74,7 @@ def run(
 
 
 def _arms(given: Subject, precisions: list[str], configs: bool, more: list[str]) -> dict[str, tuple[str, ...]] | None:
-    """Return settings by the name of a candidate; None where the candidates are precisions."""
+    """Return settings by the name of a candidate; None if the candidates are precisions."""
     from halfstep.measure.bench.bench import usual_candidates
     from halfstep.measure.bench.comparison import read_candidates
     from halfstep.precision.names import read_precision

@@ -42,25 +42,26 @@ def run(
             "tokens: files or folders. base: a file."
         ),
     ] = None,
-    more: Annotated[list[str] | None, typer.Argument(help="tokens: more of them.", metavar="[FILE]...")] = None,
+    more: Annotated[
+        list[str] | None, typer.Argument(help="tokens: more files or folders.", metavar="[FILE]...")
+    ] = None,
     task: Annotated[
-        str | None, typer.Option(help="check: segmentation or classification, where the folder does not tell.")
+        str | None, typer.Option(help="check: segmentation or classification, if the folder does not show it.")
     ] = None,
     masks: Annotated[
         Path | None, typer.Option(help="check: the folder of masks, if it is not next to the images.")
     ] = None,
     classes: Annotated[
-        int | None, typer.Option(help="check: how many classes masks have, where their values do not tell.", min=2)
+        int | None, typer.Option(help="check: the number of classes, if the values of the masks do not show it.", min=2)
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="tokens: a tokenizer.json, or train:4096 for one of this size.", metavar="FILE")
+        str | None,
+        typer.Option(help="tokens: a tokenizer.json, or train:4096 to train one of this size.", metavar="FILE"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="tokens and base: the folder to make.", metavar="FOLDER")] = None,
-    val: Annotated[
-        float, typer.Option(help="tokens: the share of the documents that is held out.", min=0.0001, max=0.9)
-    ] = 0.05,
+    out: Annotated[Path | None, typer.Option(help="tokens and base: the output folder.", metavar="FOLDER")] = None,
+    val: Annotated[float, typer.Option(help="tokens: the share of held-out documents.", min=0.0001, max=0.9)] = 0.05,
     end: Annotated[
-        str | None, typer.Option(help="tokens: the end token, where the tokenizer does not tell.", metavar="TOKEN")
+        str | None, typer.Option(help="tokens: the end token, if the tokenizer does not name it.", metavar="TOKEN")
     ] = None,
     separator: Annotated[
         str | None, typer.Option(help="tokens: text between two documents of one file.", metavar="TEXT")
@@ -234,7 +235,7 @@ def _list(json: bool) -> None:
     rows = tuple(
         (Span(name, strong=True), "here" if here[name] else "", one.ABOUT) for name, one in known_sets().items()
     )
-    more = Paragraph("halfstep data get NAME gets one; halfstep data check FOLDER looks over your own.", gap=True)
+    more = Paragraph("halfstep data get NAME downloads one; halfstep data check FOLDER checks your own.", gap=True)
     table = Table((Column(), Column(), Column()), rows, indent=0)
     show_result({"sets": sets}, Page("public data sets", (table, more)), json)
 

@@ -51,16 +51,18 @@ def run(
     accelerate: Annotated[str | None, typer.Option(help="accelerate's default_config.yaml, to compare with.")] = None,
     deepspeed: Annotated[str | None, typer.Option(help="DeepSpeed's JSON configuration, to compare with.")] = None,
     device: OnDevice = None,
-    precision: Annotated[str, typer.Option(help="The precision to ask for, in any spelling.")] = "auto",
-    strict: Annotated[bool, flag("--strict", "As train.strict=true: the precision as named, or a refusal.")] = False,
+    precision: Annotated[str, typer.Option(help="The requested precision, in any spelling.")] = "auto",
+    strict: Annotated[bool, flag("--strict", "As train.strict=true: this precision, or an error.")] = False,
     fresh: Annotated[bool, flag("--fresh", "Measure again instead of reading the cache.")] = False,
-    formats: Annotated[bool, flag("--formats", "Instead: what fp32, bf16, fp16 and fp8 hold, and what for.")] = False,
-    gpus: Annotated[bool, flag("--gpus", "Instead: the GPUs that are known, and what each should run in.")] = False,
+    formats: Annotated[
+        bool, flag("--formats", "Instead: range and digits of fp32, bf16, fp16 and fp8, and their uses.")
+    ] = False,
+    gpus: Annotated[bool, flag("--gpus", "Instead: the known GPUs, and the precision that suits each.")] = False,
     known_bad: Annotated[bool, flag("--known-bad", "Instead: known defects of the installed libraries.")] = False,
     fix: Annotated[
         str | None,
         typer.Option(
-            help="Make all settings ask for this precision, and write the files; without NAME: show a folder's patch.",
+            help="Change all settings to this precision, and write the files; without NAME: show a folder's patch.",
             metavar="[NAME]",
         ),
     ] = None,
@@ -73,7 +75,7 @@ def run(
     ] = None,
     settings: Annotated[bool, flag("--settings", "A folder: list every setting that was read, too.")] = False,
     report: Annotated[
-        Path | None, typer.Option(help="Write the page as a document, too.", metavar="FILE.md|FILE.html")
+        Path | None, typer.Option(help="Also write the page to this file.", metavar="FILE.md|FILE.html")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -226,7 +228,7 @@ def _write_recipe(file: Path, project: Project, runs: list[ProjectRun], status: 
         raise FolderTaken(f"{file} is there already", allowed="a name that is free", do="give --write another name")
     if not status.aligned or status.precision == SEVERAL:
         raise WrongUse(
-            f"--write {file}, where the project asks for more than one precision",
+            f"--write {file}: the project requests more than one precision",
             allowed="a project whose settings agree",
             do="settle them first: halfstep doctor shows them, --fix NAME settles them",
         )
@@ -271,5 +273,5 @@ def _refuse_device_options(device: str | None, precision: str, strict: bool, **o
         raise WrongUse(
             f"{', '.join(wrong)} together with settings to check",
             allowed="a RECIPE with --accelerate, --deepspeed, --fix and --json; or a device report without them",
-            do=f"leave out {', '.join(wrong)}, or ask for the device report by itself",
+            do=f"leave out {', '.join(wrong)}, or request the device report by itself",
         )

@@ -30,32 +30,32 @@ def run(
     context: typer.Context,
     recipe: RecipeOrCase,
     precision: Annotated[
-        list[str] | None, typer.Option(help="One or several, by commas; fp32 and the device's own if left out.")
+        list[str] | None, typer.Option(help="One or several, separated by commas. Default: fp32 and the device's.")
     ] = None,
     batch: Annotated[
-        list[str] | None, typer.Option(help="Samples in a micro-batch, one or several; the case's own if left out.")
+        list[str] | None, typer.Option(help="Samples in a micro-batch, one or several. Default: the case's.")
     ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option(help="a100-80gb, rtx4090, t4, ..., a size such as 4GB, or here; may be repeated."),
     ] = None,
     recompute: Annotated[
-        str, typer.Option(help="Activations computed again in backward: on, off, both, or auto: where it needs that.")
+        str, typer.Option(help="Recompute activations in backward: on, off, both, or auto (if needed).")
     ] = "auto",
     world: Annotated[
         int | None, typer.Option(help="Ranks, to count what a step costs on that many, such as 1024.", min=1)
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes of --world; nodes of 8 if left out.", min=1)] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of --world. Default: 8 ranks a node.", min=1)] = None,
     sharding: Annotated[
         str | None, typer.Option(help="With --world: ddp, fsdp, hsdp, or auto: the least that fits.")
     ] = None,
     shard_size: Annotated[
-        int | None, typer.Option(help="With --world: ranks that hold the model together.", min=1)
+        int | None, typer.Option(help="With --world: ranks that share one copy of the model.", min=1)
     ] = None,
     survive: Annotated[
-        str | None, typer.Option(help="Instead: would it survive these formats, such as fp16,fp8_e4m3.")
+        str | None, typer.Option(help="Instead: does it survive these formats, such as fp16,fp8_e4m3.")
     ] = None,
-    no_search: Annotated[bool, flag("--no-search", "Leave out the search for the largest batch.")] = False,
+    no_search: Annotated[bool, flag("--no-search", "Skip the search for the largest batch.")] = False,
     json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Estimate how much memory a step takes, and the largest batch that fits, on any device, without running it."""

@@ -31,7 +31,7 @@ def run(
         Path | None,
         typer.Argument(
             metavar="[FOLDER]",
-            help="Labeled data elsewhere, laid out as the training data were; the run's validation data if left out.",
+            help="Other labeled data, laid out like the training data. Default: the run's validation data.",
         ),
     ] = None,
     csv: Annotated[
@@ -42,7 +42,7 @@ def run(
         Path | None, typer.Option(help="Draw confusion, classes, the worst and typical samples.", metavar="FILE.png")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=100, help="Samples in the picture.")] = 8,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace files that are there.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace existing files.")] = False,
     weights: Weights = "best",
     precision: Precision = None,
     bf16: Bf16 = False,

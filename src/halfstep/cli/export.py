@@ -18,20 +18,20 @@ def run(
     format: Annotated[
         str | None,
         typer.Option(
-            help="safetensors, onnx or torch_export; if left out, as --out ends, else safetensors. "
+            help="safetensors, onnx or torch_export. Default: by the suffix of --out, else safetensors. "
             "A language model: transformers, a folder."
         ),
     ] = None,
     weights: Annotated[
         str | None,
-        typer.Option(help="best, last or checkpoint; if left out, best of a finished run, else the newest checkpoint."),
+        typer.Option(help="best, last or checkpoint. Default: best of a finished run, else the newest checkpoint."),
     ] = None,
     ema: Annotated[
         bool | None,
-        typer.Option("--ema/--no-ema", help="Averaged weights, or those that were trained; averaged if there are any."),
+        typer.Option("--ema/--no-ema", help="Averaged or trained weights. Default: averaged, if there are any."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The file; RUN/export.safetensors, .onnx or .pt2 if left out.", metavar="FILE")
+        Path | None, typer.Option(help="The file. Default: RUN/export.safetensors, .onnx or .pt2.", metavar="FILE")
     ] = None,
     max_shard_size: Annotated[
         str | None,
@@ -41,9 +41,9 @@ def run(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", "--overwrite", help="Replace the file where there is one.", metavar="")
+        bool, typer.Option("--force", "--overwrite", help="Replace an existing file.", metavar="")
     ] = False,
-    merge: Annotated[bool, flag("--merge", "Make an adapter a part of its base's weights, and compare both.")] = False,
+    merge: Annotated[bool, flag("--merge", "Merge an adapter into its base, and compare both.")] = False,
     task: OwnTask = None,
     json: Json = False,
 ) -> None:

@@ -48,7 +48,7 @@ def run(
         bool, flag("--grow-batch", "Try larger batches too, which changes the optimization.")
     ] = False,
     write: Annotated[
-        Path | None, typer.Option(help="The recipe to write; runs/plan-RECIPE.yaml if left out.", metavar="FILE")
+        Path | None, typer.Option(help="The recipe to write. Default: runs/plan-RECIPE.yaml.", metavar="FILE")
     ] = None,
     yes: Annotated[bool, flag("--yes", "Write the recipe without asking.")] = False,
     json: Json = False,
@@ -106,10 +106,10 @@ def _asked_recipe(json: bool) -> str:
 
         show_page(Page("recipes", (shipped_table(shipped_recipes()),)), screen(stderr=not asks))
     if asks:
-        return str(typer.prompt("Plan which recipe, or module:callable of your own", default=FIRST))
+        return str(typer.prompt("Plan which recipe, or module:callable of your code", default=FIRST))
     raise WrongUse(
         "a plan of which recipe?",
-        allowed="a name from `halfstep recipes`, a path, or module:callable of your own code",
+        allowed="a name from `halfstep recipes`, a path, or module:callable of your code",
         do=f"halfstep plan {FIRST}",
     )
 
@@ -136,7 +136,7 @@ def _file(given: Subject, write: Path | None, yes: bool) -> Path | None:
         if write is not None or yes:
             raise WrongUse(
                 f"{'--write' if write is not None else '--yes'} for the case {given.text}",
-                allowed="a RECIPE: a case is code, and is changed by the lines that are printed",
+                allowed="a RECIPE; a case is code: change it by the printed lines",
                 do="leave it out",
             )
         return None
@@ -160,7 +160,7 @@ def _free(file: Path) -> Path:
 def _refuse_link(file: Path) -> None:
     if file.is_symlink():
         raise FolderTaken(
-            f"{file} is a link", allowed="a new file, not one elsewhere", do="give --write FILE with another name"
+            f"{file} is a link", allowed="a regular file, or a new one", do="give --write FILE with another name"
         )
 
 
@@ -218,6 +218,6 @@ def _write(file: Path, text: str) -> None:
     with storing(
         f"{file} cannot be written",
         allowed="a place that this user can write to",
-        do="give --write FILE, in a place of your own",
+        do="give --write FILE, a writable path",
     ):
         write_text(file, text)

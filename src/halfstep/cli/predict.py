@@ -21,16 +21,17 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="[FOLDER] [KEY=VALUE]...",
-            help="Images, clips or prompts, in any folders below FOLDER, or one file; then settings of how it is done.",
+            help="Images, clips or prompts, in any folders below FOLDER, or one file; then settings of the prediction.",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write; RUN/predictions if left out.")] = None,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace predictions that are there.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The output folder. Default: RUN/predictions.")] = None,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace existing predictions.")] = False,
     samples: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="Without FOLDER: how many are made; 40 pictures, or 4 texts.")
+        int | None,
+        typer.Option(min=1, max=1000, help="Without FOLDER: how many to generate. Default: 40 pictures, or 4 texts."),
     ] = None,
     columns: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="Without FOLDER: pictures in a row; 10 where they fit.")
+        int | None, typer.Option(min=1, max=1000, help="Without FOLDER: pictures in a row. Default: 10, if they fit.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The seed of samples and of written text.")] = 0,
     prompt: Annotated[

@@ -17,7 +17,7 @@ def run(
     context: typer.Context,
     recipe: RecipeOrCase,
     precision: Annotated[
-        str | None, typer.Option(help="The precision that should be faster; the recipe's own if left out.")
+        str | None, typer.Option(help="The precision that should be faster. Default: the recipe's.")
     ] = None,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
     device: OnDevice = None,

@@ -173,7 +173,7 @@ def _show_sizing(found: RawRecipe, folder: str, json: bool) -> None:
 
     chosen = resolved_recipe(found, {"data.path": folder}).sizing
     place = shlex.quote(folder)
-    first = f"{found.label} chooses for {place} on this machine, where nothing else is given:\n"
+    first = f"{found.label} chooses for {place} on this machine, unless settings are given:\n"
     last = Paragraph(f"run it: halfstep train {found.label} --data_dir {place}", gap=True, wrap=False)
     page = Page(f"recipe {found.label}", (Paragraph(first, wrap=False), sizing_table(chosen), last))
     show_result({"recipe": found.label, "folder": folder, "sizing": chosen}, page, json)

@@ -24,10 +24,10 @@ def run(
         ),
     ],
     attempt: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Which failed step; the newest if left out.")
+        int | None, typer.Option(min=0, metavar="N", help="Which failed step. Default: the newest.")
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="Another precision than the step's.")] = None,
-    list: Annotated[bool, flag("--list", "List the failed steps that were recorded, and run nothing.")] = False,
+    precision: Annotated[str | None, typer.Option(help="The precision of the replay. Default: the step's.")] = None,
+    list: Annotated[bool, flag("--list", "List the recorded failed steps, and run nothing.")] = False,
     task: OwnTask = None,
     json: Json = False,
 ) -> None:

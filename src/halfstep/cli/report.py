@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 GROUP = "Files"
 EVERY = 60
-"""Seconds from one page to the next of a run that goes on."""
+"""Seconds between two pages of a running run."""
 MOST_FAILURES = 10
 """Pages in a row that could not be written before watching ends."""
 
@@ -37,11 +37,11 @@ def run(
     format: Annotated[str, typer.Option(help="html: one file with everything in it; md: for a pull request.")] = "html",
     output: Annotated[
         Path | None,
-        typer.Option(help="The file to write; report.html in the folder given if left out.", metavar="FILE"),
+        typer.Option(help="The file to write. Default: report.html in the given folder.", metavar="FILE"),
     ] = None,
     watch: Annotated[bool, flag("--watch", "Rewrite it every minute until the runs have ended.")] = False,
     examine: Annotated[
-        bool, flag("--examine", "Rebuild the runs' models: formats, headroom, memory and risks, kept with the runs.")
+        bool, flag("--examine", "Rebuild the runs' models: formats, headroom, memory and risks, saved with the runs.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -59,7 +59,7 @@ def run(
 
 
 def _watch(written: WrittenReport, write: Callable[[], WrittenReport], json: bool) -> None:
-    """Write the page every minute while a run goes on.
+    """Write the page every minute while a run continues.
 
     What cannot be read or written for some minutes, such as a disk that is away, ends nothing.
     """

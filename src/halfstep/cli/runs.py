@@ -14,7 +14,7 @@ GROUP = "Run"
 
 def run(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of runs, or one run.")] = Path("runs"),
-    most: Annotated[int, typer.Option(min=1, max=10_000, help="Runs to list at most, the newest first.")] = 50,
+    most: Annotated[int, typer.Option(min=1, max=10_000, help="The most runs to list, the newest first.")] = 50,
     json: Json = False,
 ) -> None:
     """List the runs of a folder: state, precision, metric, steps, skips, the time taken and the last write."""

@@ -43,7 +43,7 @@ def run(
     device: OnDevice = None,
     json: Annotated[
         str | None,
-        typer.Option(metavar="[FILE]", help="Write the result to FILE as JSON; print it if FILE is left out."),
+        typer.Option(metavar="[FILE]", help="Write the result to FILE as JSON; without FILE, print it."),
     ] = None,
     list: Annotated[bool, flag("--list", "List the parts, and run nothing.")] = False,
 ) -> None:

@@ -16,7 +16,11 @@ def run(
     folder: RunFolder,
     max_age: Annotated[
         int,
-        typer.Option(min=_probe.LEAST_AGE, max=_probe.LARGEST_AGE, help="Seconds without a heartbeat: silent."),
+        typer.Option(
+            min=_probe.LEAST_AGE,
+            max=_probe.LARGEST_AGE,
+            help="Seconds without a heartbeat after which a rank counts as silent.",
+        ),
     ] = _probe.MAX_AGE,
     rank: Annotated[
         int | None, typer.Option(min=0, max=_probe.LARGEST_RANK, help="Only this rank, as the probe of its pod.")

@@ -34,7 +34,7 @@ def run(
         typer.Argument(metavar="RECIPE", help="A name from `halfstep recipes`, or a path.", autocompletion=recipes),
     ],
     new: Annotated[bool, flag("--new", "Start a new run in a numbered folder if the run's folder exists.")] = False,
-    task: Annotated[Path | None, typer.Option(help="A Python file with a task of your own.", metavar="FILE")] = None,
+    task: Annotated[Path | None, typer.Option(help="A Python file with your own task.", metavar="FILE")] = None,
     accept_data_change: Annotated[
         bool, flag("--accept-data-change", "Continue an unfinished run even if its data has changed.")
     ] = False,
@@ -57,7 +57,7 @@ def run(
     """
     if recipe.startswith("-"):
         raise WrongUse(
-            f"{recipe} where RECIPE should be", allowed="RECIPE first", do=_with_recipe_first([recipe, *context.args])
+            f"{recipe} instead of RECIPE", allowed="RECIPE first", do=_with_recipe_first([recipe, *context.args])
         )
     now = waiting(f"halfstep train {recipe}")
     now("reading the recipe")

@@ -15,7 +15,7 @@ STEPS = 3
 
 def run(
     folder: RunFolder,
-    resume: Annotated[bool, flag("--resume", "Also prove that a resume is exact, in a folder for a moment.")] = False,
+    resume: Annotated[bool, flag("--resume", "Also prove that a resume is exact, in a temporary folder.")] = False,
     steps: Annotated[
         int | None,
         typer.Option(min=1, metavar="K", help=f"With --resume: compare K + K steps with 2 K; {STEPS} by default."),

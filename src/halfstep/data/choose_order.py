@@ -26,7 +26,7 @@ def choose_order(source: Source, window: Window, batch: int, nodes: int = 1, ran
             raise BadRecipe(
                 f"data.window={window} for data without an index",
                 allowed="data.window for shards, which have chunks",
-                do="leave data.window out: the whole set is shuffled",
+                do="omit data.window: the whole set is shuffled",
             )
         return RANDPERM
     shards = seal.shards
@@ -34,8 +34,8 @@ def choose_order(source: Source, window: Window, batch: int, nodes: int = 1, ran
     if window == "all":
         if not shards.is_local and shards.bytes_per_sample * len(shards) > 2 * shards.most_open(1, ranks):
             raise BadRecipe(
-                "data.window=all, where the set is in a store and larger than store.cache or the room on the disk",
-                allowed="data.window=auto or a number of chunks; all with a cache that holds the set",
+                "data.window=all for a set in an object store, larger than store.cache or the free disk space",
+                allowed="data.window=auto or a number of chunks; all with a cache as large as the set",
                 do="leave data.window out",
             )
         return SavedOrder("feistel") if len(source) >= FEW else RANDPERM
@@ -61,7 +61,7 @@ class OrderFacts:
 
     def __str__(self) -> str:
         reads = f"reads {self.read_ratio:.3f} bytes for each byte of a sample"
-        mixed = f"z {self.mixing:.1f} of a step's classes where the set is sorted by {CLASSES:,} classes (0 is perfect)"
+        mixed = f"z {self.mixing:.1f} of a step's classes in a set sorted by {CLASSES:,} classes (0 is perfect)"
         if self.order.name != "windows":
             return f"order: the whole set, sample by sample; {reads}; {mixed}"
         each = f"of {several(self.order.chunk, 'sample')}"

@@ -28,7 +28,7 @@ class ChunkCache:
         self.folder, self.limit = folder, limit
 
     def open(self, name: str) -> int | None:
-        """Open a chunk, which stays until it is closed; return None where it is missing."""
+        """Open a chunk, which stays until it is closed; return None if it is missing."""
         try:
             handle = os.open(self.folder / name, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except FileNotFoundError:
@@ -39,7 +39,7 @@ class ChunkCache:
         return handle
 
     def touch(self, name: str) -> bool:
-        """Make a chunk the newest one; return False where it is missing."""
+        """Make a chunk the newest one; return False if it is missing."""
         try:
             os.utime(self.folder / name)
         except FileNotFoundError:
@@ -49,7 +49,7 @@ class ChunkCache:
         return True
 
     def keep(self, name: str, content: bytes) -> None:
-        """Add a chunk, and remove the oldest ones that it has no room with; raise StorageFailed where it has none."""
+        """Add a chunk, and remove the oldest ones that it has no room with; raise StorageFailed if it has none."""
         try:
             with self._alone() as lock:
                 noted = os.pread(lock, 20, 0)
@@ -121,7 +121,7 @@ class ChunkCache:
     def failed(self, why: str) -> StorageFailed:
         """Return the error for a chunk that cannot be kept."""
         return StorageFailed(
-            f"a chunk cannot be kept in {self.folder}: {why}",
+            f"a chunk cannot be stored in {self.folder}: {why}",
             allowed="a folder that this user can write, with room for three chunks",
             do="make room there, set XDG_CACHE_HOME to another disk, or increase store.cache",
         )

@@ -52,7 +52,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> Sample:
-        """Return the sample; raise BadSample where it cannot be read."""
+        """Return the sample; raise BadSample if it cannot be read."""
         ...
 
     def name(self, index: int) -> str:
@@ -65,7 +65,7 @@ Files = Iterable[tuple[str, str | Path]]
 
 
 def files_of(source: Source, index: int) -> Files:
-    """Return the files of a sample; none where the source does not name them."""
+    """Return the files of a sample; none if the source does not name them."""
     # isinstance with a protocol takes 20 µs, and there may be a million samples.
     say: Callable[[int], Files] | None = getattr(source, "files_of", None)
     return say(index) if say else ()
@@ -101,7 +101,7 @@ class Seal(NamedTuple):
 
 
 def seal_of(source: Source) -> Seal | None:
-    """Return the seal of a source; None where it has no index."""
+    """Return the seal of a source; None if it has no index."""
     seal: Seal | None = getattr(source, "seal", None)
     return seal
 
@@ -205,7 +205,7 @@ class Subset(WrappedSource):
         return self.numbers[index]
 
     def read(self, index: int) -> Sample:
-        """Read a sample; raise BadSample where it cannot be read."""
+        """Read a sample; raise BadSample if it cannot be read."""
         return self.source.read(self.numbers[index])
 
     def keys_of(self, numbers: Sequence[int]) -> list[str]:
@@ -245,7 +245,7 @@ def split(source: Source, fraction: float, rule: Rule = held_out_by_place) -> tu
 
 
 def key_of(source: Source, index: int) -> str:
-    """Return the name of a sample that does not change when the set is moved; its display name where there is none."""
+    """Return the name of a sample that does not change when the set is moved; its display name if there is none."""
     # isinstance with a protocol takes 20 µs, and there may be a million samples.
     key: Callable[[int], str] = getattr(source, "key", source.name)
     return key(index)
@@ -370,7 +370,7 @@ def is_finite(sample: Sample) -> bool:
 
 
 def nonfinite_ids(batch: Batch) -> list[int]:
-    """Return the numbers of the non-finite samples, in batch order; empty where the step itself went non-finite.
+    """Return the numbers of the non-finite samples, in batch order; empty if the step itself went non-finite.
 
     Samples noted before mixing count; otherwise the batch itself is checked.
     """
@@ -518,7 +518,7 @@ class Samples(KeyedDataset):
         raise BadData(
             f"{name}: {reason}; and none of {TRIES} others that were tried in its place can be read",
             allowed="data in which most samples are good",
-            do=f"look at {failed[-1][1]} ({failed[-1][2]}) as well, and at the disk",
+            do=f"look at {failed[-1][1]} ({failed[-1][2]}) as well, and the disk",
         )
 
     def _candidates(self, epoch: int, number: int) -> Iterator[int]:

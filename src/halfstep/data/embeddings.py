@@ -42,7 +42,7 @@ class Embedded(WrappedSource):
         return {**self.__dict__, "_tensors": None}
 
     def read(self, index: int) -> Sample:
-        """Return the sample with its embedding; raise BadSample where one cannot be read."""
+        """Return the sample with its embedding; raise BadSample if one cannot be read."""
         return {**self.source.read(index), "embedding": self._embedding(index)}
 
     def without_image(self, index: int) -> Sample:
@@ -91,7 +91,7 @@ def _all_apart(names: list[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise BadData(
-            f"{len(twice)} names are those of several samples: {first_of(twice)}",
+            f"{len(twice)} names belong to several samples: {first_of(twice)}",
             allowed="a name for each sample: one embedding cannot belong to two",
             do="rename shards that have the same name in different folders",
         )
@@ -103,8 +103,8 @@ def _all_there(names: list[str], tensors: Mapping[str, Tensor], file: Path) -> N
         has = next(iter(tensors), None)
         raise BadData(
             f"{file} has no embedding for {len(missing)} of {len(names)} images: {first_of(missing)}",
-            allowed=ALLOWED + ("; it holds nothing" if has is None else f"; it holds {has[:200]!r}, for example"),
-            do="name each tensor as the image is named below data.path, or take these images away",
+            allowed=ALLOWED + ("; it holds nothing" if has is None else f"; it contains {has[:200]!r}, for example"),
+            do="name each tensor as the image is named below data.path, or remove these images",
         )
 
 

@@ -32,7 +32,7 @@ class RecordedFile(NamedTuple):
 
     state: FileState
     content: str = ""
-    """What `content_digest` found; empty where the content was not read."""
+    """What `content_digest` found; empty if the content was not read."""
     whole: bool = True
     """Whether all blocks were read, however large the file is."""
 
@@ -60,7 +60,7 @@ def change_since(before: RecordedFile, now: FileState, path: str | os.PathLike[s
 
 
 def content_digest(path: str | os.PathLike[str], starts: Iterable[int]) -> str:
-    """Return 16 hex digits of the blocks of a file at these offsets; raise OSError where it cannot be read."""
+    """Return 16 hex digits of the blocks of a file at these offsets; raise OSError if it cannot be read."""
     digest = sha256()
     with open(path, "rb") as file:
         for start in starts:

@@ -51,7 +51,7 @@ class FilePrint(NamedTuple):
 def _row_from(saved: object) -> FilePrint:
     found = _ROW.fullmatch(saved) if isinstance(saved, str) else None
     if found is None:
-        raise ValueError(f"{saved!r} is no row of a file")
+        raise ValueError(f"{saved!r} is not a row of a file")
     return FilePrint(found[3], int(found[2]), found[1])
 
 
@@ -81,13 +81,13 @@ class SourcePrint:
         return _grouped(self.rows) if self.rows is not None else self.groups or ()
 
     def check_sums(self) -> None:
-        """Raise ValueError where the count, the size or the digest is not that of the rows or groups."""
+        """Raise ValueError if the count, the size or the digest is not that of the rows or groups."""
         if (self.rows is None) == (self.groups is None) and (self.of != "shard" or self.groups is not None):
             raise ValueError("both or none of rows and groups")
         if self.rows is not None and (len(self.rows), sum(row.size for row in self.rows)) != (self.count, self.size):
-            raise ValueError("another count or size than its rows have")
+            raise ValueError("a count or size that differs from its rows")
         if self.of != "shard" and _digest(self.by_group()) != self.digest:
-            raise ValueError("another digest than its rows or groups have")
+            raise ValueError("a digest that differs from its rows or groups")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Fingerprint:
             why = f"{'.'.join(map(str, first['loc']))} {first['msg']}" if first else str(error)
             raise StateMismatch(
                 f"a fingerprint of data that cannot be read: {why[:200]}",
-                allowed=f"what this version of halfstep saves (version {_VERSION})",
+                allowed=f"a fingerprint saved by this version of halfstep (version {_VERSION})",
                 do="use another checkpoint, or resume with the version that saved it",
             ) from error
 
@@ -286,7 +286,7 @@ _NAMES = ("train", "val")
 
 
 def different(saved: Fingerprint, now: Fingerprint, names: Sequence[str] = _NAMES) -> list[str]:
-    """Return a few lines on what changed; empty where the data is the same. `names` label several sources."""
+    """Return a few lines on what changed; empty if the data is the same. `names` label several sources."""
     if len(saved.parts) != len(now.parts):
         return [f"{several(len(now.parts), 'source')} of samples, saved {len(saved.parts):,}"]
     indexed = [after.of == "shard" != before.of for before, after in zip(saved.parts, now.parts, strict=True)]
@@ -319,7 +319,7 @@ def _changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
         return []
     lines: list[str] = []
     if saved.of != now.of:
-        lines.append(f"{now.of}s are compared, where {saved.of}s were")
+        lines.append(f"{now.of}s are compared, and {saved.of}s were saved")
     elif saved.rows is not None and now.rows is not None:
         lines += _row_changes(saved, now)
     else:

@@ -40,7 +40,7 @@ class _Listed(NumberedFiles):
     channels: int
 
     def read(self, index: int) -> Sample:
-        """Read a sample; raise BadSample where it cannot be read."""
+        """Read a sample; raise BadSample if it cannot be read."""
         return {"image": read_image(self.root / self._files[index], self.channels), **self.without_image(index)}
 
     def without_image(self, index: int) -> Sample:
@@ -72,7 +72,7 @@ class ImageFolder(_Listed):
         self.root, self.channels = existing(root, "the image folder"), channels
         present = folders(self.root)
         if not present:
-            raise BadData(f"{self.root} holds no folder per class", allowed=_LAYOUT, do="check data.path")
+            raise BadData(f"{self.root} contains no class folders", allowed=_LAYOUT, do="check data.path")
         self.classes = list(present if classes is None else classes)
         unknown = sorted(set(present) - set(self.classes))
         if unknown:
@@ -105,7 +105,7 @@ MASKS_RULE = "the mask of images/a.jpg is masks/a.png or masks/a_mask.png"
 class Paired(NumberedFiles):
     """A base of sources with two folders: each image, and its `partner`, such as a mask, by name.
 
-    `rule` describes the naming; a partner's name may have the suffix `ending`. Raises BadData where a file has none.
+    `rule` describes the naming; a partner's name may have the suffix `ending`. Raises BadData if a file has none.
     """
 
     def __init__(self, images: str | Path, partners: str | Path, partner: str, rule: str, ending: str = "") -> None:
@@ -145,7 +145,7 @@ class ImageMaskPairs(Paired):
         self.channels, self.mask_classes = channels, MaskClasses(classes, ignore_index, palette)
 
     def read(self, index: int) -> Sample:
-        """Read a pair; raise BadSample where it cannot be read, BadData where the mask does not fit."""
+        """Read a pair; raise BadSample if it cannot be read, BadData where the mask does not fit."""
         image_path, mask_path = self.places(index)
         image = read_image(image_path, self.channels)
         mask = mask_of(mask_path, self.mask_classes, str(mask_path))
@@ -160,17 +160,17 @@ def folders_under(root: str | Path, partner: str = "mask") -> tuple[Path, Path]:
 
 
 def check_same_size(image: tuple[int, ...], mask: tuple[int, ...], name: str) -> None:
-    """Raise BadData where an image and its mask differ in size."""
+    """Raise BadData if an image and its mask differ in size."""
     if tuple(image) != tuple(mask):
         raise BadData(
             f"{name} is {image[1]} × {image[0]} pixels, and its mask {mask[1]} × {mask[0]}",
             allowed="a mask of the size of its image, after the image is turned upright as its EXIF says",
-            do="correct the mask, or take the pair away",
+            do="correct the mask, or remove the pair",
         )
 
 
 def paired(images: Path, partners: Path, rule: str, ending: str) -> list[tuple[str, str]]:
-    """Return the paths of images and partners below their folders; raise BadData where one has no partner.
+    """Return the paths of images and partners below their folders; raise BadData if one has no partner.
 
     A partner's name may have the suffix `ending`.
     """
@@ -183,7 +183,7 @@ def paired(images: Path, partners: Path, rule: str, ending: str) -> list[tuple[s
         raise BadData(
             f"{len(lonely)} files without a partner: {first_of(lonely)}",
             allowed=rule,
-            do="rename or take away these files",
+            do="rename or remove these files",
         )
     return [(path, others[stem]) for stem, path in pictures.items()]
 
@@ -219,7 +219,7 @@ class ImagePairs(Paired):
         self.channels, self.condition_channels = channels, condition_channels
 
     def read(self, index: int) -> Sample:
-        """Read a pair; raise BadSample where it cannot be read, BadData where the aspect ratios differ."""
+        """Read a pair; raise BadSample if it cannot be read, BadData where the aspect ratios differ."""
         image = read_image(self.places(index)[0], self.channels)
         rest = self.without_image(index)
         _same_form(image.shape[-2:], rest["condition"].shape[-2:], self.name(index))
@@ -237,6 +237,6 @@ def _same_form(image: tuple[int, ...], condition: tuple[int, ...], name: str) ->
     if abs(high * other_wide - wide * other_high) > max(*image, *condition):
         raise BadData(
             f"{name} is {wide} × {high} pixels, and its condition {other_wide} × {other_high}",
-            allowed="a condition of the size of its image, or of any other with the same height for its width",
-            do="cut or turn one of them, or take the pair away",
+            allowed="a condition with the size or the aspect ratio of its image",
+            do="crop or rotate one of them, or remove the pair",
         )

@@ -59,7 +59,7 @@ def convert_gguf(file: Path, out: Path) -> ConvertedBase:
     """
     refuse_taken(out, False, do="give --out FOLDER, a new one")
     if not file.is_file() or _start(file) != b"GGUF":
-        raise BadData(f"{file} is no GGUF file", allowed="a file that starts with GGUF", do="check the path")
+        raise BadData(f"{file} is not a GGUF file", allowed="a file that starts with GGUF", do="check the path")
     require("transformers", "gguf")
     with without_bars():
         return _converted(file, out)
@@ -84,7 +84,7 @@ def _converted(file: Path, out: Path) -> ConvertedBase:
     config.__dict__.pop("quantization_config", None)
     plain = type(model)(config)
     plain.load_state_dict(model.state_dict())
-    failed = storing(f"{out} cannot be written", allowed="a folder of yours with room", do="give --out FOLDER")
+    failed = storing(f"{out} cannot be written", allowed="a writable folder with room", do="give --out FOLDER")
     with failed, making_folder(out) as draft:
         plain.save_pretrained(draft)
         tokenizer.save_pretrained(draft)

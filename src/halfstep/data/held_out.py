@@ -48,7 +48,7 @@ class Numbers(Sequence[int]):
         return block * EVERY + int(found[number - int(self._counts[block])])
 
     def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
-        """Return the place of a sample; raise ValueError where it is on the other side."""
+        """Return the place of a sample; raise ValueError if it is on the other side."""
         block, place = divmod(value, EVERY)
         bits = np.unpackbits(self._bits[block * EVERY // 8 : (block + 1) * EVERY // 8], bitorder="little")
         if not 0 <= value < self.samples or bool(bits[place]) != self._held_out:
@@ -67,7 +67,7 @@ class Numbers(Sequence[int]):
 def divided(index: ShardIndex, share: float, exact_place: Callable[[int], float]) -> tuple[Numbers, Numbers]:
     """Return the numbers for training and for validation: those that `layout.held_out_by_place` chooses.
 
-    `exact_place` is asked for the few samples whose position the index does not tell apart from the share.
+    `exact_place` is called for the few samples whose position the index does not tell apart from the share.
     """
     name = f"val-{share!r}"
     kept = [] if index.path is None else [index.path.with_name(f"{index.path.name}.{name}")]
@@ -115,7 +115,7 @@ def _seal(index: ShardIndex, share: float, bits: np.ndarray[Any, Any]) -> bytes:
 
 
 def _read(path: Path, index: ShardIndex, share: float) -> np.ndarray[Any, Any] | None:
-    """Return the bits of a share, mapped; None where they are missing, damaged, or of another index or share."""
+    """Return the bits of a share, mapped; None if they are missing, damaged, or of another index or share."""
     try:
         content = np.memmap(path, np.uint8, "r")
     except (OSError, ValueError):

@@ -26,7 +26,7 @@ DEEPEST = 8
 
 
 def existing(root: str | Path, what: str) -> Path:
-    """Return the folder; raise BadData where it does not exist."""
+    """Return the folder; raise BadData if it does not exist."""
     folder = Path(root)
     if not folder.is_dir():
         raise BadData(
@@ -77,9 +77,9 @@ def _scanned(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
             yield entries
     except OSError as error:
         raise BadData(
-            f"{folder} cannot be looked into: {error.strerror or error}",
+            f"{folder} cannot be listed: {error.strerror or error}",
             allowed="folders that this user can read",
-            do=f"chmod -R u+rX {folder}, or take it away",
+            do=f"chmod -R u+rX {folder}, or remove it",
         ) from None
 
 
@@ -137,7 +137,7 @@ def opened(file: str | Path | bytes, name: str = "") -> Iterator[Image.Image]:
     except Unreadable as error:
         raise BadSample(name, str(error)) from None
     except UnidentifiedImageError:
-        raise BadSample(name, f"not an image of a kind that is read here ({', '.join(FORMATS)})") from None
+        raise BadSample(name, f"not an image of a supported format ({', '.join(FORMATS)})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise BadSample(name, f"more than {MOST_PIXELS:,} pixels") from None
     except BadSample:
@@ -165,7 +165,7 @@ def _check_scans(image: JpegImageFile, stream: IO[bytes]) -> None:
         stream.seek(place)
     # The quick count includes bytes of thumbnails, profiles and appended videos, which are not decoded.
     if len(_SCANS.findall(content)) > MOST_SCANS and _has_more_scans(content):
-        raise Unreadable(f"a JPEG of more than {MOST_SCANS} scans, each of which takes a pass over all pixels")
+        raise Unreadable(f"a JPEG of more than {MOST_SCANS} scans, each of which needs a pass over all pixels")
 
 
 def _has_one_scan(image: JpegImageFile, stream: IO[bytes], place: int) -> bool:

@@ -28,7 +28,7 @@ _WIDE = _GRAY[2:]
 
 
 def read_image(file: str | Path | bytes, channels: int = 3, name: str = "") -> Tensor:
-    """Return channels × height × width, upright according to EXIF; raise BadSample where it cannot be read.
+    """Return channels × height × width, upright according to EXIF; raise BadSample if it cannot be read.
 
     Gray becomes color by repetition, color becomes gray by luminance; CMYK and palettes become RGB; alpha is dropped
     for one or three channels and added opaque for two or four.
@@ -38,7 +38,7 @@ def read_image(file: str | Path | bytes, channels: int = 3, name: str = "") -> T
 
 
 def from_pillow(image: Image.Image, channels: int = 3) -> Tensor:
-    """Return what `read_image` returns for the image's file; raise BadSample where it cannot be used."""
+    """Return what `read_image` returns for the image's file; raise BadSample if it cannot be used."""
     try:
         return _read(image, channels)
     except Unreadable as error:
@@ -80,7 +80,7 @@ def _tensor(image: Image.Image, channels: int) -> Tensor:
     if channels > 1 and image.mode in _GRAY and _has_page(image, 1):
         return _pages(image, channels)
     if channels not in _MODES:
-        raise Unreadable(f"one page of kind {image.mode}, where {channels} channels need a TIFF of as many pages")
+        raise Unreadable(f"one page of kind {image.mode}, but {channels} channels need a TIFF of as many pages")
     return _one_page(image, channels)
 
 
@@ -104,13 +104,13 @@ def _pages(image: Image.Image, channels: int) -> Tensor:
     size = image.size
     for page in range(channels):
         if not _has_page(image, page):
-            raise Unreadable(f"{page} pages, where {channels} channels need as many")
+            raise Unreadable(f"{page} pages, but {channels} channels need as many")
         image.seek(page)
         if image.size != size or image.mode not in _GRAY:
-            raise Unreadable(f"page {page + 1} is not gray, or of another size than the first")
+            raise Unreadable(f"page {page + 1} is not gray, or differs in size from the first")
         planes.append(_plane(image))
     if _has_page(image, channels):
-        raise Unreadable(f"more than {channels} pages, where {channels} channels need as many")
+        raise Unreadable(f"more than {channels} pages, but {channels} channels need as many")
     if len({plane.dtype for plane in planes}) > 1:
         raise Unreadable("pages of different depth")
     return torch.stack(planes)
@@ -181,7 +181,7 @@ class MaskClasses:
 def mask_of(file: str | Path | bytes, mask_classes: MaskClasses, name: str) -> Tensor:
     """Return height × width, a class number or `ignore_index` per pixel, as uint8, or int32 where that is too small.
 
-    Raises BadSample where the file cannot be read, and BadData for a value without a class: the mask then contradicts
+    Raises BadSample if the file cannot be read, and BadData for a value without a class: the mask then contradicts
     the recipe, which no replacement sample can fix.
     """
     with opened(file, name) as image:
@@ -307,5 +307,5 @@ def _checked(pixels: Tensor, channels: int, given: Any) -> Tensor:
 def _doubt(pixels: Tensor) -> None:
     """Warn of values far above 1: no error, since float files may hold anything, but usually a missing division."""
     if pixels.is_floating_point() and float(pixels.max()) > FAR_ABOVE_1:
-        text = f"floating numbers up to {float(pixels.max()):g} are taken as they are; a photograph has 0 to 1 here"
+        text = f"floating numbers up to {float(pixels.max()):g} are used unchanged; a photograph has 0 to 1"
         warnings.warn(f"{text}: divide it by 255, or give uint8", UserWarning, stacklevel=5)

@@ -28,11 +28,11 @@ def is_address(path: object) -> bool:
 def data_place(path: str) -> Path:
     """Return the path; `cache:NAME` is a folder in the cache, such as `halfstep data get NAME` makes.
 
-    Raises BadData where that is missing, or where this user may not look into the folder.
+    Raises BadData if that is missing, or if this user may not look into the folder.
     """
     if is_address(path):
         raise BadData(
-            f"{path} is an address, where files are read",
+            f"{path} is an address, and this setting takes a path",
             allowed="an address for data.path and data.val with data.name=shards; else a path",
             do="copy the data to a disk, or write it as .tar shards and give data.name=shards",
         )
@@ -49,7 +49,7 @@ def data_place(path: str) -> Path:
     if not folder.is_dir():
         raise BadData(
             f"the data set {name!r} is not in {folder.parent}",
-            allowed="a folder that is there, such as those that halfstep data get makes",
+            allowed="an existing folder, such as one made by halfstep data get",
             do=f"halfstep data get {name}" if name in NAMES else "data.path: the path of your own folder",
         )
     return folder.joinpath(below)
@@ -66,7 +66,7 @@ def check_store_data(data: Any) -> None:
         raise BadRecipe(
             f"{wrong} with data.path={data.path}, which is in an object store",
             allowed="data.name=shards, without data.embeddings",
-            do="add data.name=shards where they are .tar shards; else copy them to a disk",
+            do="add data.name=shards if they are .tar shards; otherwise copy them to a disk",
         )
 
 
@@ -76,7 +76,7 @@ def _refuse_closed(place: Path) -> None:
         os.stat(os.path.join(place, "."))
     except PermissionError as error:
         raise BadData(
-            f"{place} cannot be looked into: {error.strerror}",
+            f"{place} cannot be listed: {error.strerror}",
             allowed="folders that this user can read",
             do=f"chmod -R u+rX {place}, or ask its owner to",
         ) from None
@@ -177,7 +177,7 @@ class Layout:
 
 
 def find_layout(root: str | Path, task: str | None = None, masks: str | Path | None = None) -> Layout:
-    """Return the layout of a folder, recognized by the names in it; raise BadData with advice where there is none."""
+    """Return the layout of a folder, recognized by the names in it; raise BadData with advice if there is none."""
     folder = existing(root, "the data folder")
     if task is not None and task not in RECIPES:
         raise unknown_name("task", task, RECIPES)
@@ -215,13 +215,15 @@ def _unrecognized(folder: Path, task: str | None) -> BadData:
     allowed = f"{folder}/ with {', or '.join(filter(None, (wanted, classes)))}; or the same in train/ and val/"
     images, masks = _named(folder, _IMAGES), _named(folder, _MASKS)
     if task != CLASSIFICATION and images and masks:
-        given = f"{folder} holds {images} and {masks}, not images and masks"
+        given = f"{folder} contains {images} and {masks}, not images and masks"
         return BadData(given, allowed=allowed, do=f"give --data_dir {folder / images} --masks {folder / masks}")
     if _holds_images(folder):
         where = "images/, and their masks into masks/" if task != CLASSIFICATION else "a folder for each class"
-        return BadData(f"{folder} holds images, and no folders for them", allowed=allowed, do=f"move them into {where}")
+        return BadData(
+            f"{folder} contains images, but no folders for them", allowed=allowed, do=f"move them into {where}"
+        )
     if any(folder.glob("*.tar")):
-        do = f"train on them with data.name=shards; halfstep data index {folder} reads them whole"
+        do = f"train on them with data.name=shards; halfstep data index {folder} reads each file completely"
         return BadData(f"{folder} holds .tar shards", allowed=allowed, do=do)
     found = ", ".join(_folders(folder)[:8]) or "no folder at all"
     do = "give the folder above or below it, or rename these; text becomes tokens first: halfstep data tokens"

@@ -267,7 +267,7 @@ def _while_workers_live(batches: Iterator[Read]) -> Iterator[Read]:
         raise WorkerLost(
             f"a process that reads samples {ENDED_FROM_OUTSIDE}: {error}",
             allowed="workers and batches that fit into the main memory",
-            do="start it again with the same command; where it happens again, with fewer train.num_workers",
+            do="run the same command again; if it fails again, with a smaller train.num_workers",
         ) from error
 
 
@@ -288,7 +288,7 @@ def _skip_empty_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
         raise BadData(
             f"none of {len(orphans)} validation samples can be read; {orphans[0].name}: {orphans[0].reason}",
             allowed="validation data in which most samples are good",
-            do="look at this file, and at the disk",
+            do="check this file and the disk",
         )
 
 
@@ -326,7 +326,7 @@ def chosen(pace: ReadPace, cores: int, computes_on_cores: bool) -> tuple[int, st
     """Return the number of workers for this pace, and the reason."""
     took = f"a batch takes {pace.seconds * 1e3:.3g} ms to read"
     if pace.seconds < NOTHING:
-        return 0, f"{took}, less than to hand it over from another process"
+        return 0, f"{took}, less than sending it from another process"
     if computes_on_cores:
         return _workers_beside_training(pace, cores, took)
     wanted = max(2, round(pace.seconds / FAST_STEP + 0.5))
@@ -340,7 +340,7 @@ def _workers_beside_training(pace: ReadPace, cores: int, took: str) -> tuple[int
         return min(2, max(1, cores)), f"{took}, {pace.waiting:.0%} of it waiting for the disk"
     # With few cores, workers only take time from the training.
     if cores < 4:
-        return 0, f"{took}, and the training itself wants the {cores} core{'s' * (cores != 1)}"
+        return 0, f"{took}, and the training itself needs the {cores} core{'s' * (cores != 1)}"
     workers = min(4, cores // 4)
     return workers, f"{took}, and the training leaves {workers} of {cores} cores for it"
 

@@ -36,12 +36,12 @@ class MaskCounts:
 
     @property
     def form(self) -> str:
-        """The form that the mask alone suggests; empty where it is all background."""
+        """The form that the mask alone suggests; empty if it is all background."""
         if not set(self.pixels) - {0}:
             return ""
         if self.in_color:
             return "colours" if len(self.pixels) <= MOST_VALUES else "shades"
-        # Many different values are class numbers where they are dense, and shades where they are spread out.
+        # Many different values are class numbers if they are dense, and shades where they are spread out.
         many = len(self.pixels) > MOST_VALUES and max(self.pixels) >= min(200, 2 * len(self.pixels))
         if many or max(self.pixels) > 255:
             return "shades"
@@ -83,7 +83,7 @@ class MaskReading:
         return {"classes": self.classes, "ignore_index": self.ignore_index, "palette": palette}
 
     def class_of(self, value: int, mask: MaskCounts) -> int | None:
-        """Return the class of a value of this mask; None where it has none."""
+        """Return the class of a value of this mask; None if it has none."""
         if self.palette is not None:
             color = color_of(value) if mask.in_color else (value, value, value)
             return self.palette.index(color) if color in self.palette else None
@@ -110,7 +110,7 @@ def read_masks_as(masks: Sequence[MaskCounts], classes: int | None = None) -> Ma
         return _from_numbers(alike, classes)
     if usual == "colours":
         return _from_colors(masks)
-    return MaskReading(classes or 2, "shades between classes, which stand for none")
+    return MaskReading(classes or 2, "shades between classes, which belong to none")
 
 
 def _black_and_white(masks: Sequence[MaskCounts]) -> MaskReading:
@@ -160,7 +160,7 @@ def _from_colors(masks: Sequence[MaskCounts]) -> MaskReading:
             for value, pixels in mask.pixels.items():
                 counts[color_of(value) if mask.in_color else (value, value, value)] += pixels
     if not 2 <= len(counts) <= min(MOST_VALUES, _MOST_CLASSES):
-        return MaskReading(2, f"{len(counts)} different colors, which are no classes")
+        return MaskReading(2, f"{len(counts)} different colors, which are not classes")
     # Class 0 is the background by convention: black, or else the most frequent color.
     background = (0, 0, 0) if (0, 0, 0) in counts else counts.most_common(1)[0][0]
     palette = (background, *sorted(color for color in counts if color != background))

@@ -71,7 +71,7 @@ class MoviShards:
         self._found = [one for shard in shards for one in _scanned(self.root, shard)]
         if not self._found:
             raise BadData(
-                f"{self.root} holds no recording of the split {split!r}",
+                f"{self.root} contains no recording of the split {split!r}",
                 allowed=LAYOUT,
                 do="check data.path; a share, such as data.val=0.1, divides the training recordings",
             )
@@ -81,14 +81,14 @@ class MoviShards:
         return len(self._found)
 
     def length(self, number: int) -> int:
-        """Return the number of frames; 0 where the recording cannot be read."""
+        """Return the number of frames; 0 if the recording cannot be read."""
         try:
             return self._header(number, self._found[number].video, 3).frames
         except BadSample:
             return 0
 
     def part(self, number: int, frames: range) -> Sample:
-        """Read these frames; raise BadSample where they cannot be read."""
+        """Read these frames; raise BadSample if they cannot be read."""
         one = self._found[number]
         video = self._frames(number, one.video, frames, channels=3)
         sample = {"image": video.permute(0, 3, 1, 2).contiguous()}
@@ -98,7 +98,7 @@ class MoviShards:
                 sizes = f"{tuple(video.shape[1:3])} and {tuple(things.shape[1:])}"
                 raise BadSample(self.name(number), f"video and segmentations of different sizes: {sizes}")
             if int(things.max()) > 255:
-                raise BadSample(self.name(number), f"a thing has the number {int(things.max())}, more than 255")
+                raise BadSample(self.name(number), f"an object has the number {int(things.max())}, more than 255")
             sample["mask"] = things.to(torch.uint8)
         return sample
 
@@ -124,7 +124,7 @@ class MoviShards:
         pixels = found.frames * found.height * found.width * found.channels
         # The size of the member must match the header exactly: it decides how much is read.
         if found.channels != channels or found.start + pixels * found.kind.itemsize != part.size:
-            raise BadSample(self.name(number), f"an array of {found[:4]}, which is not what its file holds")
+            raise BadSample(self.name(number), f"an array of {found[:4]}, which does not match its file")
         return found
 
     def _frames(self, number: int, part: ArrayPlace, frames: range, channels: int) -> Tensor:
@@ -154,7 +154,7 @@ class MoviShards:
 
 
 def _recorded(shard: Path) -> RecordedFile:
-    """Return the state of a shard, with a digest of a few of its blocks; raise BadData where it cannot be read."""
+    """Return the state of a shard, with a digest of a few of its blocks; raise BadData if it cannot be read."""
     try:
         state = FileState.of(shard.stat())
         return RecordedFile(state, content_digest(shard, block_starts(state.size, whole=False)), whole=False)
@@ -188,7 +188,7 @@ def _scanned(root: Path, shard: str) -> list[Recording]:
 
 
 def read_header(content: bytes) -> Header:
-    """Return the header of an .npy file in C order with four axes; raise ValueError where it is another."""
+    """Return the header of an .npy file in C order with four axes; raise ValueError if it is another."""
     file = io.BytesIO(content)
     try:
         major, _ = np.lib.format.read_magic(file)

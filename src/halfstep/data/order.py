@@ -135,7 +135,7 @@ class WindowOrder(Order):
     def mixing(self, classes: int) -> float:
         """Return how well a step mixes a set that is sorted by class: the expected z of chi-square of its classes.
 
-        It is 0 where they are drawn from the whole set.
+        It is 0 if they are drawn from the whole set.
         """
         slots, samples = self.batch // self.lanes, self.open * self.chunk
         if samples * self.lanes >= self.size:

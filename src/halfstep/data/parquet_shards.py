@@ -1,6 +1,6 @@
 """Samples in Parquet files with a column of images, as Hugging Face datasets store them, by the index of `Shards`.
 
-A chunk is a row group, which is read whole; the rows of the index have the row group in place of an offset.
+A chunk is a row group, which is read completely; the rows of the index have a row group instead of an offset.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _bytes_of(value: Any) -> bytes | None:
 
 
 class ParquetReader:
-    """An open file; raises DamagedTar where it cannot be read."""
+    """An open file; raises DamagedTar if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -145,7 +145,7 @@ def scan_parquet(path: Path) -> ShardRows:
             place.update(key_of_row(row).encode())
             image, label, mask = group.parts_at(row)
             if image is None or len(image) > MOST_BYTES:
-                raise DamagedTar(f"row {row} has no image of at most {MOST_BYTES:,} bytes in the file itself")
+                raise DamagedTar(f"row {row} has no image of up to {MOST_BYTES:,} bytes in the file itself")
             masked = (NONE, NONE) if mask is None else (at, len(mask))
             rows.append((at, len(image), label, int.from_bytes(place.digest()[:4], "big"), *masked))
             digests.append(digest_of(image) ^ (0 if mask is None else digest_of(mask, MASK_PERSON)))

@@ -33,7 +33,7 @@ class RecordedFiles:
         self._contents = {row.key: row.content for row in found.rows or () if row.content not in (NOT_READ, UNREADABLE)}
 
     def __call__(self, number: int) -> str:
-        """Return how a file of this sample has changed; empty where none has."""
+        """Return how a file of this sample has changed; empty if none has."""
         place = self._ends[number - 1] if number else 0
         for key, path in files_of(self._source, number):
             now = FileState(*(value & _BITS for value in _state(path)))

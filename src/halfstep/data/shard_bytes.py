@@ -43,7 +43,7 @@ def read_parts(
 
 
 def parts_in(handle: int, parts: Sequence[Part]) -> list[bytes]:
-    """Read parts of a file, in one go where they lie side by side; raise EOFError where it ends before."""
+    """Read parts of a file, in one go where they lie side by side; raise EOFError if it ends before."""
     first, total = parts[0]
     end = first + total
     found: list[bytes] = []

@@ -23,7 +23,7 @@ AT_ONCE = 16
 
 
 def find_shard_change(shards: Shards, number: int, is_stopped: Callable[[], bool] = lambda: False) -> str:
-    """Read a shard whole, and return how it differs from its index; empty where it does not."""
+    """Read a shard whole, and return how it differs from its index; empty if it does not."""
     try:
         now = pack(shards.scan(number, is_stopped))
     except BadData as error:
@@ -74,7 +74,7 @@ class BackgroundCheck:
         return [int(one) for one in every[self._rank :: self._size]]
 
     def verified(self, epoch: int, windows: Iterator[T]) -> Iterator[T]:
-        """Yield these windows, and verify the shards of their epoch meanwhile; raise BadData where one differs."""
+        """Yield these windows, and verify the shards of their epoch meanwhile; raise BadData if one differs."""
         self.begin(epoch)
         try:
             for window in windows:
@@ -92,12 +92,12 @@ class BackgroundCheck:
         self._thread.start()
 
     def look(self) -> None:
-        """Raise BadData where a shard differs from its index."""
+        """Raise BadData if a shard differs from its index."""
         if self._found is not None:
             raise BadData(
-                f"{self._found}: not what the index {self._shards.index.path} has",
-                allowed="shards that do not change after they were indexed",
-                do=f"bring the shard back, or rm {self._shards.index.path} and start the same command again",
+                f"{self._found}, unlike the index {self._shards.index.path}",
+                allowed="shards that stay unchanged after indexing",
+                do=f"restore the shard, or rm {self._shards.index.path} and start the same command again",
             )
 
     def _verify(self, chosen: list[int]) -> None:

@@ -126,7 +126,7 @@ class PackedShard(NamedTuple):
 
 
 class ShardIndex:
-    """An index: the content of its file, mapped or not, and where it is; raises NoIndex where it is damaged."""
+    """An index: the content of its file, mapped or not, and where it is; raises NoIndex if it is damaged."""
 
     def __init__(self, content: mmap.mmap | bytes, path: Path | None) -> None:
         self._map, self.path = content, path
@@ -136,10 +136,10 @@ class ShardIndex:
         at, shards, names, samples, seal, magic = _FOOTER.unpack(content[-_FOOTER.size :])
         length = at + shards * _TABLE.itemsize + names + _FOOTER.size
         if not magic == content[: len(_MAGIC)] == _MAGIC or length != len(content):
-            raise NoIndex("it is cut off, or of another version")
+            raise NoIndex("it is truncated, or of another version")
         last = content[at : len(content) - _FOOTER.size]
         if sha256(last).digest() != seal:
-            raise NoIndex("its seal is broken")
+            raise NoIndex("its checksum is wrong")
         self.seal = seal.hex()
         self.table = np.frombuffer(last, _TABLE, shards)
         self.names = [os.fsdecode(name) for name in last[shards * _TABLE.itemsize :].split(b"\0")]
@@ -162,7 +162,7 @@ class ShardIndex:
         ends = table["at"].astype(np.int64) + rows * width + -(-rows // PAGE) * _SEAL
         sound = len(self.names) == len(table) and samples == len(self) > 0 and int(rows.min()) > 0
         if not (sound and int(ends.max()) <= at and int(table["largest"].max()) <= LARGEST_LABEL):
-            raise NoIndex("its table is impossible")
+            raise NoIndex("its table is inconsistent")
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -182,7 +182,7 @@ class ShardIndex:
         return self.ends[shard - 1] if shard else 0
 
     def row(self, index: int) -> SampleRow:
-        """Return the row of a sample; raise BadData where its page is damaged."""
+        """Return the row of a sample; raise BadData if its page is damaged."""
         shard, number = self.find(index)
         if not self._is_verified[self._pages[shard] + number // PAGE]:
             self._verify(shard, number // PAGE)
@@ -318,7 +318,7 @@ class ShardSet:
 
     @classmethod
     def of(cls, paths: Sequence[Path]) -> ShardSet:
-        """Return the shards at these paths; raise OSError where one is not there."""
+        """Return the shards at these paths; raise OSError if one is not there."""
         root = Path(os.path.commonpath([path.parent for path in paths]))
         names = [path.relative_to(root).as_posix() for path in paths]
         return cls(root, names, [FileState.of(path.stat()) for path in paths])
@@ -339,12 +339,12 @@ class ShardSet:
         return os.stat(self.root).st_dev
 
     def scan(self, number: int, is_stopped: Callable[[], bool]) -> ShardRows:
-        """Read a shard once; raise BadData where it cannot be used, or changes meanwhile."""
+        """Read a shard once; raise BadData if it cannot be used, or changes meanwhile."""
         shard = self.root / self.names[number]
         found = scan_shard(shard, is_stopped)
         if FileState.of(shard.stat()) != self.states[number]:
             raise BadData(
-                f"the shard {shard} was written while it was indexed",
+                f"the shard {shard} was modified during indexing",
                 allowed="shards that are complete",
                 do="start the same command again when the shard is complete",
             )
@@ -367,7 +367,7 @@ def beside(root: str | Path, shards: ShardSet) -> Path:
 
 
 def usable(path: Path, shards: ShardSet) -> ShardIndex | None:
-    """Return the index at a path; None where it is damaged, missing or of other shards."""
+    """Return the index at a path; None if it is damaged, missing or of other shards."""
     try:
         index = open_index(path)
     except (OSError, NoIndex):
@@ -376,7 +376,7 @@ def usable(path: Path, shards: ShardSet) -> ShardIndex | None:
 
 
 def existing_index(root: str | Path, shards: ShardSet) -> ShardIndex | None:
-    """Return the index of a set that the cache has, or the one next to the shards; None where there is none."""
+    """Return the index of a set that the cache has, or the one next to the shards; None if there is none."""
     if index := usable(kept := cached_path(shards), shards):
         with suppress(OSError):
             os.utime(kept)  # it is in use
@@ -409,7 +409,7 @@ def build_index(shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
 
 
 def write_index(root: str | Path, shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
-    """Write the index of a set next to its shards, and return it; raise OSError where it cannot be written."""
+    """Write the index of a set next to its shards, and return it; raise OSError if it cannot be written."""
     path = beside(root, shards)
     with alone(cached_path(shards)), replacing(path) as draft:
         sweep(path, but=draft)
@@ -421,7 +421,7 @@ def write_index(root: str | Path, shards: ShardSet, on_progress: OnProgress) -> 
 
 
 def build(shards: ShardSet, path: Path, on_progress: OnProgress) -> None:
-    """Write the index of these shards; raise BadData where one cannot be used."""
+    """Write the index of these shards; raise BadData if one cannot be used."""
     with closing(_scanned(shards, on_progress)) as found:
         write_packed(path, shards.names, found)
     for number in range(len(shards.names)):

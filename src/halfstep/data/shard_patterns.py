@@ -18,7 +18,7 @@ def is_pattern(path: str) -> bool:
 
 
 def _count(ranges: list[tuple[str, str]]) -> float:
-    """Return the number of shards; infinity where a number is absurdly long, and 0 where a range is empty."""
+    """Return the number of shards; infinity where a number is absurdly long, and 0 if a range is empty."""
     if max(len(number) for both in ranges for number in both) > 18:
         return math.inf
     return math.prod(max(0, int(last) - int(first) + 1) for first, last in ranges)

@@ -86,7 +86,7 @@ def scan_shard(shard: Path, is_stopped: Callable[[], bool] = lambda: False) -> S
 
 
 def scan_tar(tar: TarReader, name: str, is_stopped: Callable[[], bool]) -> ShardRows:
-    """Read an open shard of this file name once; raise DamagedTar where it cannot be used."""
+    """Read an open shard of this file name once; raise DamagedTar if it cannot be used."""
     if tar.size > _LARGEST_SHARD:
         raise DamagedTar(f"{tar.size:,} bytes, more than {_LARGEST_SHARD:,}")
     rows, last, seen = array("Q"), None, set[bytes]()
@@ -132,17 +132,17 @@ def _note(tar: TarReader, rows: array[int], part: int, member: Member) -> None:
 
 
 def label_in(content: bytes, name: str) -> int:
-    """Return the class number that a label's file holds; raise DamagedTar where it holds none."""
+    """Return the class number that a label's file holds; raise DamagedTar if it holds none."""
     text = content.decode("ascii", "replace").strip()
     if not text.isdecimal():
-        raise DamagedTar(f"{name} holds no class number")
+        raise DamagedTar(f"{name} contains no class number")
     if int(text) > LARGEST_LABEL:
-        raise DamagedTar(f"{name} holds the class number {int(text)}, more than {LARGEST_LABEL:,}")
+        raise DamagedTar(f"{name} contains the class number {int(text)}, more than {LARGEST_LABEL:,}")
     return int(text)
 
 
 def read_label(content: bytes) -> int:
-    """Return the class number at the start of some bytes; -1 where there is none."""
+    """Return the class number at the start of some bytes; -1 if there is none."""
     with suppress(DamagedTar):
         return label_in(content.split(b"\0", 1)[0], "")
     return NONE

@@ -40,7 +40,7 @@ T = TypeVar("T")
 Verify = Literal["all", "sampled", "off"]
 SAMPLED: Verify = "sampled"
 _VERIFY_EVERY = {"all": 1, "sampled": 64, "off": 0}
-OTHER_BYTES = "its bytes are not those that were indexed: the shard was damaged, or written again"
+OTHER_BYTES = "its bytes differ from those indexed: the shard is damaged, or was rewritten"
 MOST_AHEAD = 2**24
 """Bytes of images that are read ahead."""
 CHUNK_BYTES, FEWEST_IN_CHUNK = 8 * 2**20, 16
@@ -62,7 +62,7 @@ class Content(NamedTuple):
 class Shards:
     """A source of `image`, and of those `parts` that the shards have: `label`, `mask`.
 
-    `root` is a folder of .tar files, one file, or a pattern such as `train-{000..003}.tar`. Raises BadData where a
+    `root` is a folder of .tar files, one file, or a pattern such as `train-{000..003}.tar`. Raises BadData if a
     shard cannot be used.
     """
 
@@ -101,7 +101,7 @@ class Shards:
         return len(self.index)
 
     def read(self, index: int) -> Sample:
-        """Read a sample; raise BadSample where it cannot be read, BadData where its mask does not fit."""
+        """Read a sample; raise BadSample if it cannot be read, BadData where its mask does not fit."""
         content, rest = self._read(index, with_image=True)
         found = self._named(index, lambda name: read_image(content.image or b"", self.channels, name))
         if "mask" in rest:
@@ -121,7 +121,7 @@ class Shards:
         return content, rest
 
     def content(self, index: int, with_image: bool = True) -> Content:
-        """Return the bytes of a sample; raise BadSample where they cannot be read, or are not those of the index."""
+        """Return the bytes of a sample; raise BadSample if they cannot be read, or are not those of the index."""
         has_label, has_mask = self._kinds
         doubts: list[str] = []
         if with_image and (ahead := self._ahead.pop(index, None)):
@@ -187,7 +187,7 @@ class Shards:
         return every == 1 or (every > 1 and (torch.initial_seed() ^ row.digest) % every == 0)
 
     def _check(self, index: int, row: SampleRow, now: FileState, doubts: list[str]) -> None:
-        """Raise BadSample where the shard has another size; note where it may be another file."""
+        """Raise BadSample if the shard has another size; note where it may be another file."""
         if self.is_as_before(row.shard, now):
             return
         before = self._states[row.shard]
@@ -243,7 +243,7 @@ class Shards:
                 announce_parts(path, parts)
 
     def scan(self, shard: int, is_stopped: Callable[[], bool]) -> ShardRows:
-        """Read a shard whole; raise BadData where it cannot be used."""
+        """Read a shard whole; raise BadData if it cannot be used."""
         return scan_shard(self.path(shard), is_stopped)
 
     def path(self, shard: int) -> Path:
@@ -266,7 +266,7 @@ class Shards:
             return f"{self.where(shard)}/sample {number}"
 
     def key(self, index: int) -> str:
-        """Return the name of the shard and the key; raise BadData where the shard cannot be read."""
+        """Return the name of the shard and the key; raise BadData if the shard cannot be read."""
         shard, number = self.index.find(index)
         try:
             return f"{self.path(shard).name}/{self._key(index)}"
@@ -274,7 +274,7 @@ class Shards:
             raise BadData(
                 f"the name of sample {number} cannot be read from {self.where(shard)}: {error}",
                 allowed="unchanged shards",
-                do="look at the shard, and start the same command again",
+                do="check the shard, and start the same command again",
             ) from error
 
     def _key(self, index: int) -> str:
@@ -301,7 +301,7 @@ class Shards:
         return divided(self.index, share, lambda index: place_of(self.key(index)))
 
     def _checked_kinds(self) -> tuple[bool, bool]:
-        """Return whether samples have a label and a mask that are asked for.
+        """Return whether samples have a label and a mask that are requested.
 
         Raise BadData unless all samples have the same: a batch cannot have labels for some.
         """
@@ -338,14 +338,14 @@ class Shards:
                 yield lines_in(listed.read_bytes(), str(listed))
 
     def _checked_label(self, content: bytes, index: int) -> int:
-        """Return the label that the shard holds; raise BadData where its index has another."""
+        """Return the label that the shard holds; raise BadData if its index has another."""
         row = self.index.row(index)
         label = read_label(content)
         if label != row.label:
             raise BadData(
                 f"{self.name(index)} has the label {label if label >= 0 else content.rstrip(bytes(1))!r} in its shard, "
-                f"and {row.label} in the index of it: the shard was written again, and kept its size and times",
-                allowed="shards that do not change after they were indexed",
+                f"and {row.label} in the index of it: the shard was rewritten with the same size and times",
+                allowed="shards that stay unchanged after indexing",
                 do=f"rm {self.index.path}, and start the same command again",
             )
         return label
@@ -363,7 +363,7 @@ def _parts(row: SampleRow, wanted: tuple[bool, bool, bool]) -> list[Part]:
 
 
 def _content_in(handle: int, row: SampleRow, wanted: tuple[bool, bool, bool]) -> Content:
-    """Read a sample from its open shard; raise EOFError where that ends before."""
+    """Read a sample from its open shard; raise EOFError if that ends before."""
     _, label, mask = wanted
     image, size, label_at = row.image, row.image_size, row.label_at
     start, end = image, image + size
@@ -403,20 +403,20 @@ def training_shards(root: Path) -> Path:
 
 
 def shard_set_at(root: str | Path) -> ShardSet:
-    """Return the shards of a folder, a file or a pattern; raise BadData where there is none."""
+    """Return the shards of a folder, a file or a pattern; raise BadData if there is none."""
     paths = shard_paths(root)
     try:
         return ShardSet.of(paths)
     except OSError as error:
         raise BadData(
-            f"the shards of {root} cannot be looked at: {error}",
+            f"the shards of {root} cannot be read: {error}",
             allowed="a folder of .tar files that this user can read",
             do="check data.path",
         ) from error
 
 
 def lines_in(content: bytes, listed: str) -> list[str]:
-    """Return the lines of a file that are not empty; raise BadData where it is not UTF-8."""
+    """Return the lines of a file that are not empty; raise BadData if it is not UTF-8."""
     try:
         lines = content.decode("utf-8").replace("\r", "\n").split("\n")
     except UnicodeDecodeError as error:
@@ -429,7 +429,7 @@ def lines_in(content: bytes, listed: str) -> list[str]:
 
 
 def shard_paths(root: str | Path) -> list[Path]:
-    """Return the sorted shards of a folder, a file or a pattern; raise BadData where there is none."""
+    """Return the sorted shards of a folder, a file or a pattern; raise BadData if there is none."""
     given = Path(root)
     if is_pattern(str(root)):
         paths = [Path(name) for name in expanded(str(root))]
@@ -443,7 +443,7 @@ def shard_paths(root: str | Path) -> list[Path]:
     missing = [path for path in paths if not path.is_file()]
     if missing or not paths:
         raise BadData(
-            f"{missing[0]} is not there" if missing else f"{root} holds no .tar or {PARQUET} file",
+            f"{missing[0]} is not there" if missing else f"{root} contains no .tar or {PARQUET} file",
             allowed="a folder of .tar or .parquet files, one of them, or a pattern such as train-{000..003}.tar",
             do="check data.path",
         )
@@ -451,12 +451,12 @@ def shard_paths(root: str | Path) -> list[Path]:
 
 
 def _parquet_files(folder: Path) -> list[str]:
-    """Return the Parquet files of a folder; raise BadData where they are those of several splits."""
+    """Return the Parquet files of a folder; raise BadData if they are those of several splits."""
     names = find_files(folder, (PARQUET,))
     splits = sorted({name.partition("-")[0] for name in names} & SPLITS)
     if len(splits) > 1:
         raise BadData(
-            f"{folder} holds Parquet files of several splits: {', '.join(splits)}",
+            f"{folder} contains Parquet files of several splits: {', '.join(splits)}",
             allowed="a folder for each split",
             do=" && ".join(f"mkdir {folder / one} && mv {folder}/{one}-*{PARQUET} {folder / one}" for one in splits),
         )

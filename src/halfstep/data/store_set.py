@@ -58,7 +58,7 @@ class StoredShards(ShardSet):
         return sum(-(-one.size // PART) for one in self.objects)
 
     def scan(self, number: int, is_stopped: Callable[[], bool]) -> ShardRows:
-        """Read a shard once, range by range; raise BadData where it cannot be used."""
+        """Read a shard once, range by range; raise BadData if it cannot be used."""
         one = self.objects[number]
 
         @lru_cache(2)
@@ -79,7 +79,7 @@ class StoredShards(ShardSet):
 def find_shards(place: StoreAddress, patience: float) -> StoredShards:
     """Return the shards at an address: those below it, or below `train` where there is one; a .tar, or a pattern.
 
-    Raises BadData where there are none.
+    Raises BadData if there are none.
     """
     named: list[str] = []
     folder, index_name = place.prefix, f"halfstep{SUFFIX}"
@@ -110,7 +110,7 @@ def _bits(tag: str) -> int:
 
 
 def _local_index(shards: StoredShards) -> Path:
-    """Download the index next to the shards, unless the cache has it; raise BadData where there is no usable one."""
+    """Download the index next to the shards, unless the cache has it; raise BadData if there is no usable one."""
     index, newest = shards.index, max(shards.objects, key=lambda one: one.modified)
     if index is None or index.modified < newest.modified:
         older = f"an index that is older than {newest.key}" if index else f"no index {shards.index_name}"
@@ -124,7 +124,7 @@ def _local_index(shards: StoredShards) -> Path:
     kept = cache_folder() / "shards" / f"{digest}{SUFFIX}"
     room = f"a folder that this user can write, with room for {index.size:,} bytes"
     do = "make room there, or set XDG_CACHE_HOME to another disk"
-    with storing(f"the index cannot be kept in {kept.parent}", allowed=room, do=do), alone(kept):
+    with storing(f"the index cannot be stored in {kept.parent}", allowed=room, do=do), alone(kept):
         if usable(kept, shards) is None:
             with renaming(kept) as draft, draft.open("wb") as file:
                 for part in shards.store.ranges(index.key, ObjectFacts(index.size, index.tag, index.modified)):

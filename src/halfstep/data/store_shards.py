@@ -72,7 +72,7 @@ class StoreShards(Shards):
         needed = LEAST_CHUNKS * self.chunk * self.bytes_per_sample
         if self.cache.limit < needed:
             raise BadRecipe(
-                f"store.cache={self.cache.limit / 1e9:g}, where {LEAST_CHUNKS} chunks have {needed:,} bytes",
+                f"store.cache={self.cache.limit / 1e9:g}, but {LEAST_CHUNKS} chunks take {needed:,} bytes",
                 allowed=f"store.cache of at least {needed / 1e9:.2g} (gigabytes)",
                 do=f"write store.cache={max(1.0, needed / 1e9):.2g}",
             )
@@ -173,7 +173,7 @@ class StoreShards(Shards):
             ]
         except StoreFailed as failure:
             if failure.kind in (CHANGED, MISSING):
-                raise BadSample(self.name(index), "another object has taken the place of its shard, or none") from None
+                raise BadSample(self.name(index), "its shard was replaced or removed") from None
             raise
         return Content(*found)
 
@@ -217,7 +217,7 @@ class StoreShards(Shards):
         yield TarReader(read_at, size, at_once)
 
     def scan(self, shard: int, is_stopped: Callable[[], bool]) -> ShardRows:
-        """Read a shard whole; raise BadData where it cannot be used."""
+        """Read a shard whole; raise BadData if it cannot be used."""
         try:
             with self._tar(shard, AT_ONCE) as tar:
                 return scan_tar(tar, posixpath.basename(self.index.names[shard]), is_stopped)

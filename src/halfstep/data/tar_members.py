@@ -28,7 +28,7 @@ _HEADERS = b"LKxgX"
 """Members that describe the next one: a long name, and pax records; those for all members have no names or sizes."""
 _MOST_HEADERS = 8
 ReadAt = Callable[[int, int], bytes]
-"""Returns the bytes at an offset, as many as are asked for or as there are."""
+"""Returns the bytes at an offset, as many as are requested or as there are."""
 
 
 class DamagedTar(Exception):
@@ -55,7 +55,7 @@ class TarReader:
         self._headers: list[int] = []
 
     def members(self, start: int = 0) -> Iterator[Member]:
-        """Yield the files from the header at byte `start` on; raise DamagedTar where there is anything unreadable."""
+        """Yield the files from the header at byte `start` on; raise DamagedTar if there is anything unreadable."""
         if self.size < BLOCK:
             raise DamagedTar("empty file" if not self.size else "shorter than a header")
         try:
@@ -115,7 +115,7 @@ class TarReader:
         return after
 
     def read(self, at: int, size: int) -> bytes:
-        """Return the content at an offset; raise DamagedTar where the file has become shorter."""
+        """Return the content at an offset; raise DamagedTar if the file has become shorter."""
         place = at - self._base
         if place >= 0 and place + size <= len(self._buffer):
             return self._buffer[place : place + size]
@@ -197,7 +197,7 @@ def _described(kind: int, content: bytes, at: int, name: bytes, size_before: int
 
 @contextmanager
 def opened_tar(path: Path, at_once: int = AT_ONCE) -> Iterator[TarReader]:
-    """Open a tar file; raise OSError where it cannot be opened."""
+    """Open a tar file; raise OSError if it cannot be opened."""
     # Opening a FIFO would otherwise wait for a writer.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:

@@ -88,11 +88,11 @@ def has_tokens(folder: Path) -> bool:
 
 
 def read_index(folder: Path) -> TokenIndex:
-    """Return the index of a folder; raise BadData where there is none, or where it contradicts the files."""
+    """Return the index of a folder; raise BadData if there is none, or if it contradicts the files."""
     allowed = "a folder that halfstep data tokens wrote"
     do = f"halfstep data tokens FILES --tokenizer train:4096 --out {folder}"
     if not has_tokens(folder):
-        raise BadData(f"{folder} holds no tokens: {INDEX} is missing", allowed=allowed, do=do)
+        raise BadData(f"{folder} contains no tokens: {INDEX} is missing", allowed=allowed, do=do)
     try:
         index = TypeAdapter(TokenIndex).validate_python(read_json(folder / INDEX))
     except ValidationError as error:
@@ -108,7 +108,7 @@ def read_index(folder: Path) -> TokenIndex:
 
 
 class TokenArray:
-    """The tokens of a split, over all its shards. Nothing is read before it is asked for, and nothing is kept."""
+    """The tokens of a split, over all its shards. Nothing is read before it is requested, and nothing is kept."""
 
     def __init__(self, folder: Path, split: str, index: TokenIndex | None = None) -> None:
         self.folder, self.split = folder, split
@@ -132,7 +132,7 @@ class TokenArray:
         return [self.folder / shard.file for shard in self.facts.shards]
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Return a copy of the tokens from `start` to `stop`; raise BadSample where a shard has changed."""
+        """Return a copy of the tokens from `start` to `stop`; raise BadSample if a shard has changed."""
         parts = []
         number = bisect_right(self._starts, start) - 1
         while start < stop:
@@ -203,7 +203,7 @@ def _table(path: Path, count: int) -> Tokens:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file; raise OSError where it cannot be read."""
+    """Return the SHA-256 of a file; raise OSError if it cannot be read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK):

@@ -31,7 +31,7 @@ class TokenWindows:
         return -(-(len(self.tokens) - 1) // self.length)
 
     def read(self, index: int) -> Sample:
-        """Return the tokens of a window; raise BadSample where its shard has changed."""
+        """Return the tokens of a window; raise BadSample if its shard has changed."""
         start = index * self.length
         found = self.tokens.read(start, min(start + self.length + 1, len(self.tokens)))
         window = np.full(self.length + 1, self.tokens.index.end, np.int64)

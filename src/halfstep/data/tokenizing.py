@@ -111,14 +111,14 @@ class TokensReport(ShownAsPage, JsonResult):
 
 
 def documents_in(places: Sequence[str | Path], separator: str | None = None) -> list[Document]:
-    """Return the documents of files and folders, in order of their names; raise BadData where there are none."""
+    """Return the documents of files and folders, in order of their names; raise BadData if there are none."""
     found: dict[str, Document] = {}
     for place in places:
         for name, path in _files(Path(os.path.expanduser(place)), alone=len(places) == 1):
             for one in _documents(name, path, separator):
                 if one.name in found:
                     raise BadData(
-                        f"two documents are called {one.name}",
+                        f"two documents have the name {one.name}",
                         allowed="names that differ: they decide which documents are held out",
                         do="give the folder above both",
                     )
@@ -188,13 +188,13 @@ def _line_reader(path: Path, start: int, length: int) -> Callable[[], Iterator[s
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """Yield the text of a file in pieces; raise ValueError where it is no UTF-8, or no text."""
+    """Yield the text of a file in pieces; raise ValueError if it is no UTF-8, or no text."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     held = ""
     with path.open("rb") as file:
         while block := file.read(PIECE):
             if b"\0" in block:
-                raise ValueError("not text: it holds NUL bytes")
+                raise ValueError("not text: it contains NUL bytes")
             *whole, held = _cut(held + decoder.decode(block))
             yield from whole
     held += decoder.decode(b"", final=True)
@@ -356,8 +356,8 @@ def write_tokens(
     with (
         storing(
             f"{out} cannot be written",
-            allowed="a folder of yours with room for the tokens",
-            do="give --out FOLDER, in a place of your own",
+            allowed="a writable folder with room for the tokens",
+            do="give --out FOLDER, a writable path",
         ),
         making_folder(out) as draft,
     ):
@@ -375,7 +375,7 @@ def write_tokens(
 def _with_text(documents: Sequence[Document]) -> tuple[list[Document], list[LeftOut], list[str]]:
     """Return the documents with text, of which a share is held out, the others, and notes.
 
-    Raise BadData where none has text.
+    Raise BadData if none has text.
     """
     found, left_out, json_text = list[Document](), list[LeftOut](), list[str]()
     for document in documents:
@@ -397,8 +397,8 @@ def _with_text(documents: Sequence[Document]) -> tuple[list[Document], list[Left
             do="add documents, rename the field, or convert them: iconv -f latin1 -t utf-8 FILE",
         )
     notes = [
-        f"{several(len(json_text), 'file')} of JSON read as plain text, such as {name}; where a file ends with .jsonl, "
-        "the field text of each line is a document"
+        f"{several(len(json_text), 'file')} of JSON read as plain text, such as {name}; in a .jsonl file, the field "
+        "text of each line is a document"
         for name in json_text[:1]
     ]
     return found, left_out, notes
@@ -515,7 +515,7 @@ def python_tokens(files: int, vocabulary: int) -> Path:
         raise BadData(
             f"{folder} has no source files of Python's standard library",
             allowed="a Python with its standard library as text",
-            do="make tokens of your own text: halfstep data tokens FILES --tokenizer train:4096 --out FOLDER",
+            do="make tokens from your text: halfstep data tokens FILES --tokenizer train:4096 --out FOLDER",
         )
     version = ".".join(map(str, sys.version_info[:3]))
     place = cache_folder() / "tokens" / f"python-{version}-{len(found)}-{vocabulary}-{VERSION}"

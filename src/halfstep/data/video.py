@@ -35,11 +35,11 @@ class Recordings(Protocol):
     def __len__(self) -> int: ...
 
     def length(self, number: int) -> int:
-        """Return the number of frames; 0 where it is unknown, and reading raises the reason."""
+        """Return the number of frames; 0 if it is unknown, and reading raises the reason."""
         ...
 
     def part(self, number: int, frames: range) -> Sample:
-        """Read these frames; raise BadSample where one cannot be read."""
+        """Read these frames; raise BadSample if one cannot be read."""
         ...
 
     def name(self, number: int) -> str: ...
@@ -52,7 +52,7 @@ class Recordings(Protocol):
 class Windows:
     """A source of clips of `frames` frames, one in `every`, without overlap; short recordings give none.
 
-    Raises BadData where no recording is long enough.
+    Raises BadData if no recording is long enough.
     """
 
     def __init__(self, recordings: Recordings, frames: int, every: int = 1) -> None:
@@ -71,7 +71,7 @@ class Windows:
         return len(self._windows)
 
     def read(self, index: int) -> Sample:
-        """Read a clip; raise BadSample where a frame cannot be read."""
+        """Read a clip; raise BadSample if a frame cannot be read."""
         return self.recordings.part(*self._at(index))
 
     def name(self, index: int) -> str:
@@ -156,7 +156,7 @@ class FrameFolders(NumberedFiles):
         return len(self._frames[number])
 
     def part(self, number: int, frames: range) -> Sample:
-        """Read these frames; raise BadSample where one cannot be read."""
+        """Read these frames; raise BadSample if one cannot be read."""
         pairs = [self._frames[number][frame] for frame in frames]
         images = joined((read_image(self.images / image) for image, _ in pairs), len(pairs), self.name(number))
         if not self.masks:
@@ -186,7 +186,7 @@ class FrameFolders(NumberedFiles):
 
 
 def mask_folder(root: Path) -> Path | None:
-    """Return the folder of the masks of a folder of clips; None where there is none."""
+    """Return the folder of the masks of a folder of clips; None if there is none."""
     masks = root / "masks"
     if not masks.is_dir():
         return None
@@ -257,7 +257,7 @@ class VideoFiles(NumberedFiles):
         _av()
 
     def length(self, number: int) -> int:
-        """Return the number of frames; 0 where the file cannot be read."""
+        """Return the number of frames; 0 if the file cannot be read."""
         try:
             with _opened(self.name(number)) as (container, stream):
                 # Some formats do not store the number of frames: packets are counted instead, one per frame.
@@ -268,7 +268,7 @@ class VideoFiles(NumberedFiles):
         return count if count <= MOST_FRAMES else 0
 
     def part(self, number: int, frames: range) -> Sample:
-        """Read these frames; raise BadSample where they cannot be decoded."""
+        """Read these frames; raise BadSample if they cannot be decoded."""
         with _opened(self.name(number)) as (container, stream):
             wanted = _wanted(container, stream, frames)
             return {"image": joined(wanted, len(frames), self.name(number))}

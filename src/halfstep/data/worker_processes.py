@@ -67,7 +67,7 @@ class Worker:
         self.at[2 * worker + 1] += 1
 
     def close(self) -> bool:
-        """Mark the workers as closing, in the trainer; return False where that was done, or in a forked process."""
+        """Mark the workers as closing, in the trainer; return False if that was done, or in a forked process."""
         if self.closing.value or os.getpid() != self.trainer:
             return False
         self.closing.value = 1
@@ -191,7 +191,7 @@ class Deadline:
         self._waited = [(-1, 0.0)] * (len(at) // 2)
 
     def look(self) -> None:
-        """Count a second; raise TooSlow where a worker has been at one sample for too long."""
+        """Count a second; raise TooSlow if a worker has been at one sample for too long."""
         for worker, (begun, waited) in enumerate(self._waited):
             number, now = self._at[2 * worker], self._at[2 * worker + 1]
             waited = waited + POLL if now == begun and number != KeyedDataset.IDLE else 0.0

@@ -77,7 +77,7 @@ def _of_folder(folder: Path, name: str) -> list[LocatedFinding]:
 
 
 def read_header(path: Path) -> dict[str, Tensor] | None:
-    """Return the tensors of a safetensors file by name; None where its header is damaged or too large."""
+    """Return the tensors of a safetensors file by name; None if its header is damaged or too large."""
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -114,7 +114,7 @@ def _of_safetensors(path: Path, name: str) -> Iterator[LocatedFinding]:
             name,
             f"`{key}` has numbers that are not finite"
             + (": evaluation is NaN, though training looks well" if "running_" in key else ""),
-            "go back to an earlier checkpoint; a skipped step does not undo what its forward pass wrote into buffers",
+            "use an earlier checkpoint; a skipped step does not undo what its forward pass wrote into buffers",
         )
 
 
@@ -187,7 +187,7 @@ def _is_scaler(key: object) -> bool:
 
 
 def _fp16_setting(root: Any) -> str | None:
-    """Return the setting by which a run was certainly in fp16, such as `fp16=True`; None where that is not known."""
+    """Return the setting by which a run was certainly in fp16, such as `fp16=True`; None if that is not known."""
     for key, value in walk_values(root):
         if key == "fp16" and value is True:
             return "fp16=True"
@@ -206,7 +206,7 @@ def _in_16_bits(name: str, narrow: Mapping[str, str], total: int, severity: Seve
 
 
 def _no_scaler(name: str, optimizer: str, asked: str) -> LocatedFinding:
-    evidence = f"`{optimizer}` is saved and no scaler, of a run in fp16 ({asked}): a resumed run starts with a loss "
+    evidence = f"`{optimizer}` is saved, but no scaler, for a run in fp16 ({asked}): a resumed run starts with a loss "
     evidence += "scale of 65536 again, and skips steps until the scale fits"
     return _found("checkpoint.no_scaler", "warning", name, evidence, 'save "scaler": scaler.state_dict() as well')
 

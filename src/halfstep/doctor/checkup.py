@@ -117,11 +117,11 @@ class Lookup:
         }
 
     def get(self, kind: str, key: str) -> FoundSetting | None:
-        """Return a setting by source and key, None where it is not set."""
+        """Return a setting by source and key, None if it is not set."""
         return self._found.get((kind, key))
 
     def value(self, kind: str, key: str) -> object:
-        """Return the value of a setting, None where it is not set."""
+        """Return the value of a setting, None if it is not set."""
         setting = self.get(kind, key)
         return setting.value if setting else None
 
@@ -135,7 +135,7 @@ class Lookup:
         return next((source.text for source in self.sources if source.kind == "accelerate"), "")
 
     def asks(self, *precisions: str) -> FoundSetting | None:
-        """Return accelerate's setting that asks for one of these precisions, None where there is none."""
+        """Return accelerate's setting that asks for one of these precisions, None if there is none."""
         return next((s for s in self.of_accelerate() if s.claim and s.claim.meaning in precisions), None)
 
 
@@ -175,7 +175,7 @@ def _no_without_quotes(lookup: Lookup) -> Iterator[Finding]:
     setting, text = lookup.get("accelerate", "mixed_precision"), lookup.accelerate_text()
     if setting and places.reads_a_boolean(text):
         evidence = (
-            f"{setting} without quotes ({setting.where}): accelerate launch reads a boolean and stops in an error"
+            f"{setting} without quotes ({setting.where}): accelerate launch reads a boolean and stops with an error"
         )
         yield _at(setting, "accelerate.unquoted_no", "warning", evidence, "write mixed_precision: 'no'")
 
@@ -191,7 +191,7 @@ def _no_distributed_type(lookup: Lookup) -> Iterator[Finding]:
 def _word_of_the_variable(lookup: Lookup) -> Iterator[Finding]:
     variable = lookup.get("environment", places.MIXED_PRECISION)
     if variable and str(variable.value) not in places.WORDS:
-        evidence = f"{variable}: under plain python accelerate knows small letters only, and computes in fp32, silently"
+        evidence = f"{variable}: under plain python accelerate accepts lowercase only, and computes in fp32, silently"
         fix = f"export {variable.key}={str(variable.value).lower()}"
         yield _at(variable, "accelerate.variable_case", "warning", evidence, fix)
 
@@ -236,7 +236,7 @@ def _two_files_for_deepspeed(lookup: Lookup) -> Iterator[Finding]:
 def _fp8_may_be_fp16(lookup: Lookup) -> Iterator[Finding]:
     asked = lookup.asks("fp8")
     if asked:
-        evidence = f"{asked}: on a GPU below compute capability 8.9 accelerate takes fp16 instead"
+        evidence = f"{asked}: on a GPU below compute capability 8.9 accelerate uses fp16 instead"
         fix = "write mixed_precision: bf16 for such a GPU"
         yield _at(asked, "accelerate.fp8_falls_to_fp16", "note", evidence, fix)
 
@@ -252,7 +252,7 @@ def _who_wins(lookup: Lookup) -> Iterator[Finding]:
     if lookup.of_accelerate():
         evidence = (
             "who wins in accelerate: Accelerator(mixed_precision=...) in the script, then accelerate launch "
-            f"--mixed_precision, then its file. {places.MIXED_PRECISION} counts only under plain python, "
+            f"--mixed_precision, then its file. {places.MIXED_PRECISION} applies only under plain python, "
             "where the file is not read"
         )
         fix = "start with accelerate launch, and leave mixed_precision out of the script"
@@ -266,7 +266,7 @@ def _same_gpus(lookup: Lookup) -> Iterator[Finding]:
     # accelerate also knows `all`, which needs no variable.
     named = str(setting.value).replace(" ", "") if setting else ""
     if own and setting and re.fullmatch(r"\d+(,\d+)*", named):
-        evidence = f"{setting} ({setting.where}) are accelerate's; halfstep takes all GPUs that it sees"
+        evidence = f"{setting} ({setting.where}) are accelerate's; halfstep uses all visible GPUs"
         count = named.count(",") + 1
         fix = f"CUDA_VISIBLE_DEVICES={named} torchrun --nproc_per_node={count} -m halfstep train {own}"
         yield _at(setting, "accelerate.gpu_ids", "note", evidence, fix)
@@ -274,9 +274,7 @@ def _same_gpus(lookup: Lookup) -> Iterator[Finding]:
 
 def _not_under_accelerate(lookup: Lookup) -> Iterator[Finding]:
     if lookup.of_accelerate() and any(source.halfstep for source in lookup.sources):
-        evidence = (
-            "halfstep train obeys its recipe alone; accelerate's settings matter where a script of yours runs too"
-        )
+        evidence = "halfstep train follows its recipe only; accelerate's settings matter for your own scripts"
         yield Finding("recipe.not_accelerate", "note", evidence, "nothing, if you only use halfstep train")
 
 
@@ -396,7 +394,7 @@ def _fp16(settings: Sequence[FoundSetting], verdict: SettingsVerdict) -> str:
     if verdict.precision in (None, AUTO):
         return _as_written(own)
     if verdict.precision == AMP:
-        return "enabled where the device has no bf16"
+        return "enabled if the device has no bf16"
     return f"disabled (the format is {verdict.precision})"
 
 

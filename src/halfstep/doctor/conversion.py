@@ -103,13 +103,13 @@ _MOST_COMMENTS = 100
 def to_recipe(project: Project, runs: Sequence[ProjectRun], precision: str | None) -> str:
     """Return a recipe without task, model and data, as YAML; what does not map is a comment with its place.
 
-    Raise `WrongUse` where the project has nothing to convert.
+    Raise `WrongUse` if the project has nothing to convert.
     """
     said = (one for run in runs for one in _stated(project, run))
     stated = list({(s.key, str(s.value), s.place, s.line): s for s in said}.values())
     if not stated and precision is None:
         raise WrongUse(
-            f"--write, where {project.root} has no settings of a trainer",
+            f"--write, but {project.root} has no settings of a trainer",
             allowed="a file of accelerate, DeepSpeed, Lightning, Hydra or TrainingArguments, or a launch line",
             do="halfstep recipes lists recipes to start from",
         )

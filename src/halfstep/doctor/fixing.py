@@ -71,7 +71,7 @@ def _all_passes(folder: str, variables: Mapping[str, str], code_only: bool) -> d
 
 
 def _open_conflict(findings: Sequence[LocatedFinding], edited_too: bool = False) -> str:
-    """Return the evidence of an error about settings that no edit removes; empty where there is none."""
+    """Return the evidence of an error about settings that no edit removes; empty if there is none."""
     errors = [f for f in findings if f.severity == "error" and fixes_precision(f) and not f.in_tests]
     left = next((f for f in errors if edited_too or not f.edits), None)
     return f"{left.where}: {left.id}: {left.evidence}" if left else ""
@@ -128,7 +128,7 @@ def make_agree(
 ) -> list[Edit]:
     """Change every line that conflicts with `precision`, all of them or none.
 
-    Raise `WrongUse` where a setting cannot be changed automatically.
+    Raise `WrongUse` if a setting cannot be changed automatically.
     """
     wanted = precision_to_fix(precision)
     given = [path for path in (recipe, accelerate, deepspeed) if path is not None]
@@ -165,15 +165,15 @@ def _as_path(path: str) -> str:
 def _check_precision(verdict: SettingsVerdict, wanted: str) -> None:
     if verdict.precision not in (wanted, AUTO):
         raise WrongUse(
-            f"--fix {wanted}, where nothing contradicts and everything asks for {verdict.precision or 'nothing'}",
+            f"--fix {wanted}, but no settings conflict, and all of them request {verdict.precision or 'nothing'}",
             allowed="--fix settles contradictions",
-            do=f"--fix {verdict.precision or 'bf16'}, or write {wanted} where the page names a setting",
+            do=f"--fix {verdict.precision or 'bf16'}, or write {wanted} at the place that the page names",
         )
 
 
 def _by_hand(setting: FoundSetting, wanted: str) -> WrongUse:
     return WrongUse(
         f"--fix {wanted} cannot change {setting} ({setting.where})",
-        allowed="settings in configurations and launch lines of yours; Python is yours to edit",
+        allowed="settings in your configurations and launch lines; edit Python code yourself",
         do=f"write there: {line_for(setting, wanted)}",
     )

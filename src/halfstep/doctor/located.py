@@ -64,7 +64,7 @@ def lines_of(text: str) -> list[str]:
 def patched(text: str, edits: Iterable[Edit]) -> str:
     """Return a file's text with its edits made; the ends of all other lines stay as they are.
 
-    Raises WrongUse where a line is not what it was.
+    Raises WrongUse if a line is not what it was.
     """
     lines = lines_of(text)
     for edit in edits:
@@ -72,8 +72,8 @@ def patched(text: str, edits: Iterable[Edit]) -> str:
         body = line.rstrip("\r\n")
         if body != edit.before:
             raise WrongUse(
-                f"{edit.file}, line {edit.line} is not what it was when it was read",
-                allowed="files that nobody changes in the meantime",
+                f"{edit.file}, line {edit.line} has changed since it was read",
+                allowed="files that do not change in the meantime",
                 do="run halfstep doctor again",
             )
         end = line[len(body) :]

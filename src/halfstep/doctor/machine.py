@@ -35,7 +35,7 @@ class MachineFacts:
     packages: Mapping[str, str] = field(default_factory=dict)
     boards: tuple[Board, ...] = ()
     shared_memory: int | None = None
-    """Bytes of the whole file system of shared memory; None where there is none, as on macOS and Windows."""
+    """Bytes of the whole file system of shared memory; None if there is none, as on macOS and Windows."""
     apple: bool = False
     """Whether this is a Mac with an Apple processor."""
 
@@ -90,7 +90,7 @@ def _known_bad(machine: MachineFacts) -> Iterator[Finding]:
 
 
 def _applies(entry: KnownBad, machine: MachineFacts) -> str | None:
-    """Return the version or the GPU that an entry is about; None where it does not apply."""
+    """Return the version or the GPU that an entry is about; None if it does not apply."""
     if (entry.get("only_cpu") and machine.boards) or (entry.get("only_gpu") and not machine.boards):
         return None
     if entry.get("only_apple") and not machine.apple:

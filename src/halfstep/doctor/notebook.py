@@ -11,7 +11,7 @@ from halfstep.doctor.located import lines_of
 
 
 def code_of(text: str) -> str | None:
-    """Return the code cells of a notebook as one script; None where it has none, or lines cannot be found again.
+    """Return the code cells of a notebook as one script; None if it has none, or lines cannot be found again.
 
     A finding in it has the line of the notebook's file.
     """
@@ -51,7 +51,7 @@ def _python(cell: list[str]) -> list[str]:
     for line in cell:
         bare = line.rstrip("\r\n")
         is_shell = bare.lstrip().startswith(("!", "%"))
-        # A command goes on below its first line; `pass` stands for it where it may be alone in a block.
+        # A command continues below its first line; `pass` stands for it where it may be alone in a block.
         found.append("" if goes_on else f"{bare[: len(bare) - len(bare.lstrip())]}pass" if is_shell else bare)
         goes_on = (goes_on or is_shell) and bare.endswith("\\")
     try:

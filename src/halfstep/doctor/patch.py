@@ -61,8 +61,8 @@ def write_texts(root: Path, before: Mapping[str, str], after: Mapping[str, str])
             mark = _MARK if content.startswith(_MARK) else b""
             if content[len(mark) :] != before[file].encode("utf-8"):
                 raise WrongUse(
-                    f"{file} is not what it was when it was read",
-                    allowed="files that nobody changes in the meantime",
+                    f"{file} has changed since it was read",
+                    allowed="files that do not change in the meantime",
                     do="run halfstep doctor again",
                 )
             originals[path] = content
@@ -90,7 +90,7 @@ class ProjectPatch(JsonResult):
     refused: str
     """Settings that are left alone, and why."""
     files_modified: list[str] | None
-    """None where the patch is only shown."""
+    """None if the patch is only shown."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, with the files where some were to be written."""

@@ -34,7 +34,7 @@ class NotFollowed(Exception):
 
 
 def outline(path: Path) -> Any | None:
-    """Return the content of a file as dicts, lists, plain values and `Thing`s; None where it is no file of torch's."""
+    """Return the content of a file as dicts, lists, plain values and `Thing`s; None if it is no file of torch's."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist()[:MOST] if name.rpartition("/")[2] == "data.pkl"]

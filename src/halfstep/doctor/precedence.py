@@ -29,7 +29,7 @@ class ReadingOrder(NamedTuple):
     starts: tuple[str, ...]
     order: tuple[str, ...]
     refuses: bool = False
-    """Whether the tool stops in an error where two places disagree."""
+    """Whether the tool stops with an error where two places disagree."""
 
 
 RULES = (
@@ -73,7 +73,7 @@ def precedence_of(setting: FoundSetting) -> str:
 
 
 def rule_for(tool: str, start: str) -> ReadingOrder | None:
-    """Return the rule of a tool under a way to start, None where it has none."""
+    """Return the rule of a tool under a way to start, None if it has none."""
     return next((rule for rule in RULES if rule.tool == tool and start in rule.starts), None)
 
 
@@ -86,7 +86,7 @@ class Provenance:
     tool: str
     start: str
     winners: list[FoundSetting]
-    """The settings that decide; empty where the tool's own default does."""
+    """The settings that decide; empty if the tool's own default does."""
     overrode: list[FoundSetting]
     """Settings that the tool reads, and that lost."""
     unread: list[FoundSetting]
@@ -124,7 +124,7 @@ class Provenance:
 def provenance(
     tool: str, start: str, settings: Sequence[FoundSetting], aside: Sequence[FoundSetting] = ()
 ) -> Provenance | None:
-    """Return who wins in a tool; None where it has no rule, or no setting here.
+    """Return who wins in a tool; None if it has no rule, or no setting here.
 
     `aside` are settings in files that the tool could read and that this run does not give to it.
     """

@@ -61,7 +61,7 @@ class Project:
 
 
 def read_project(folder: str, changed: Mapping[str, str] | None = None) -> Project:
-    """Read a folder, with the texts of `changed` in the place of its files; raise `WrongUse` where it is none."""
+    """Read a folder, with the texts of `changed` in the place of its files; raise `WrongUse` if it is none."""
     root = Path(folder)
     if not root.is_dir():
         raise WrongUse(f"{folder} is no folder", allowed="the folder of a project", do=f"look for it with ls {folder}")

@@ -29,7 +29,7 @@ _ORDER: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
 def check_project(folder: str, variables: Mapping[str, str] = os.environ) -> ProjectReport:
     """Return the report on a folder as plain data: files, settings, who wins, findings, and the status.
 
-    Raise `WrongUse` where there is no such folder.
+    Raise `WrongUse` if there is no such folder.
     """
     return report_of(*examine_project(folder, variables))
 
@@ -199,7 +199,7 @@ def _is_composition(conflict: Conflict) -> bool:
 def _ignored(project: Project, run: ProjectRun, row: Provenance, loser: FoundSetting) -> LocatedFinding:
     by = row.winners[0] if row.winners else None
     if row.refuses:
-        why = f"{row.tool} stops in an error, because {by} ({by.where if by else ''}) says something else"
+        why = f"{row.tool} stops with an error, because {by} ({by.where if by else ''}) says something else"
     elif by is None:
         why = f"nothing that {_starter(run)} reads names a precision: {row.tool} runs in fp32"
     else:
@@ -300,7 +300,7 @@ def _scaler_without_fp16(settings: Sequence[FoundSetting]) -> Iterator[LocatedFi
     off = {s.place for s in settings if s.kind == "deepspeed" and s.key == "fp16.enabled" and s.value is False}
     for s in settings:
         if s.place in off and s.key == "fp16.initial_scale_power":
-            evidence = "fp16 is off, and with it every word on the loss scale"
+            evidence = "fp16 is off, so settings of the loss scale have no effect"
             yield _found_at(s, "deepspeed.scaler_unused", "note", evidence, "nothing, if fp16 is meant to be off")
 
 
@@ -341,7 +341,7 @@ def status_of_project(runs: Sequence[ProjectRun], findings: Iterable[LocatedFind
 
 _REASONS = {
     "settings.precision_mismatch": "precision mismatch",
-    "deepspeed.format_mismatch": "DeepSpeed and accelerate ask for different formats",
+    "deepspeed.format_mismatch": "DeepSpeed and accelerate request different formats",
     "settings.ignored": "a setting is ignored",
     "settings.unreadable": "a setting cannot be read",
 }

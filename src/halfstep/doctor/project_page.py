@@ -83,7 +83,7 @@ class ProjectReport(ShownAsPage):
 
     @property
     def precision(self) -> str | None:
-        """Return what all settings ask for; `several` where runs differ, None where nothing speaks of it."""
+        """Return what all settings ask for; `several` where runs differ, None if nothing speaks of it."""
         return self.status.precision
 
     def page(self) -> Page:
@@ -99,7 +99,7 @@ def project_page(
     blocks += [block for run in report.runs for block in _who_wins(run)]
     if settings:
         rows = [row for row in report.settings if row.key not in _ASIDE]
-        blocks += [Heading("Settings", "" if rows else "none of them speaks of precision"), _settings(rows)]
+        blocks += [Heading("Settings", "" if rows else "none of them sets a precision"), _settings(rows)]
     if patch is not None:
         blocks += _patch(patch)
     if written is not None:
@@ -124,7 +124,7 @@ def _verdict(report: ProjectReport) -> tuple[Block, ...]:
 def _precision(status: ProjectStatus) -> str:
     if not status.aligned:
         return status.amp
-    silent = "what decides is known only in the run" if status.unresolved else "not set anywhere"
+    silent = "the deciding value is known only at run time" if status.unresolved else "not set anywhere"
     known = {None: silent, "auto": "the device decides", SEVERAL: status.amp}
     return known.get(status.precision, f"everything asks for {status.precision}")
 

@@ -44,7 +44,7 @@ def _variable(setting: FoundSetting, precision: str) -> str:
 
 
 def _variable_value(setting: FoundSetting, precision: str) -> str | None:
-    """Return the value of a variable; None where it must not be set."""
+    """Return the value of a variable; None if it must not be set."""
     if setting.claim and setting.claim.says is None and setting.claim.denies == {"tf32"}:
         return None
     if setting.key in (LIGHTNING, FABRIC):
@@ -60,7 +60,7 @@ class _Target(NamedTuple):
 
 
 def _targets(setting: FoundSetting, precision: str) -> list[_Target]:
-    """Return what to write in place of a setting, and a flag that must be added to its own."""
+    """Return what to write instead of a setting, and a flag that must be added to its own."""
     if setting.kind == "accelerate":
         return [_Target("mixed_precision", _ACCELERATE.get(precision, precision))]
     if setting.kind in ("recipe", "hydra"):
@@ -88,7 +88,7 @@ def _recipe_targets(setting: FoundSetting, precision: str) -> list[_Target]:
 
 
 def _target(setting: FoundSetting, precision: str) -> _Target:
-    """Return what to write in place of a setting outside of YAML of the project's own."""
+    """Return what to write instead of a setting outside of YAML of the project's own."""
     key = _keyword(setting)
     if key in ("fp16", "bf16"):
         return _flag_target(setting, key, precision)
@@ -141,7 +141,7 @@ def _written(setting: FoundSetting, target: _Target) -> str:
 def edits_for(
     setting: FoundSetting, precision: str, settings: Sequence[FoundSetting], texts: Mapping[str, str]
 ) -> tuple[Edit, ...]:
-    """Return the edits after which `setting` asks for `precision`; none where a program cannot make them safely.
+    """Return the edits after which `setting` asks for `precision`; none if a program cannot make them safely.
 
     `settings` are all of the run: a file that has both `fp16` and `bf16` gets both changed.
     """
@@ -172,7 +172,7 @@ def _edits(
     texts: Mapping[str, str],
     made: Mapping[tuple[str, int], Edit] | None = None,
 ) -> tuple[Edit, ...] | None:
-    """Return one edit for each line, after those that were made before; None where a setting cannot be changed."""
+    """Return one edit for each line, after those that were made before; None if a setting cannot be changed."""
     edits = dict(made or {})
     for setting in settings:
         if setting.place.endswith((".py", ".ipynb")):
@@ -266,5 +266,5 @@ def _changed_keyword(setting: FoundSetting, precision: str, line: str) -> str | 
 
 
 def _once(pattern: str, new: str, line: str) -> str | None:
-    """Return the line with the only match replaced; None where there is none, or more than one."""
+    """Return the line with the only match replaced; None if there is none, or more than one."""
     return re.sub(pattern, new, line) if len(re.findall(pattern, line)) == 1 else None

@@ -47,7 +47,7 @@ def unknown_word(why: str) -> WordReading:
     return WordReading(None, f"cannot be read: {why}", "unknown")
 
 
-OWN_WORD = WordReading(None, "a word of the project's own", "own")
+OWN_WORD = WordReading(None, "the project's own word", "own")
 
 
 @dataclass(frozen=True)

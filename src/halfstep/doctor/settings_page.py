@@ -62,13 +62,15 @@ class Conflict:
 def _together(conflict: Conflict) -> str:
     """Return what happens if the conflict stays."""
     if conflict.is_deepspeed:
-        return "\naccelerate refuses to run where DeepSpeed's file enables another format than accelerate's"
+        return "\naccelerate refuses to run where DeepSpeed's file enables a different format than accelerate's"
     kinds = {conflict.one.kind, conflict.other.kind}
     if kinds == {"accelerate", "environment"}:
-        return "\naccelerate launch puts the file's word in place of the variable; plain python never reads the file"
+        return "\naccelerate launch replaces the variable with the file's value; plain python never reads the file"
     if kinds == {"accelerate", "recipe"}:
-        return "\naccelerate obeys its own file, and the script believes its own: a precision mismatch, with no message"
-    return "\nprecision mismatch: which of the two is obeyed depends on the code that reads them"
+        return (
+            "\naccelerate follows its own file, and the script follows its own: a precision mismatch, with no message"
+        )
+    return "\nprecision mismatch: which of the two applies depends on the code that reads them"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class PrecisionStatus:
 
     aligned: bool
     precision: str | None
-    """The precision that all settings agree on; None where none speaks of it, or they contradict each other."""
+    """The precision that all settings agree on; None if none speaks of it, or they contradict each other."""
     amp: str
     fp16: str
     learning_rate: str
@@ -112,7 +114,7 @@ class SettingsReport(ShownAsPage):
 def settings_page(report: SettingsReport, changed: Sequence[Edit] | None = None) -> Page:
     """Return the page of a check with the lines that --fix changed, if it was given; the verdict is last."""
     blocks: list[Block] = [Heading("Sources"), Pairs(tuple((one.kind, one.place) for one in report.sources))]
-    blocks.append(Heading("Settings", "" if report.settings else "none of them speaks of precision"))
+    blocks.append(Heading("Settings", "" if report.settings else "none of them sets a precision"))
     if report.settings:
         blocks.append(_settings(report.settings))
     blocks += map(box_of, report.findings)
@@ -146,7 +148,7 @@ def _changes(changes: Sequence[Edit]) -> list[Block]:
 
 def _status(status: PrecisionStatus) -> tuple[Block, ...]:
     """Return the status check of the radio-map guide: one verdict, and what it rests on."""
-    known = {None: "nothing speaks of precision", "auto": "the device decides"}
+    known = {None: "nothing sets a precision", "auto": "the device decides"}
     what = known.get(status.precision, f"everything asks for {status.precision}")
     verdict = Span("❌ Configuration is not aligned: precision mismatch", "bad")
     if status.aligned:

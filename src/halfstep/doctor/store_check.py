@@ -74,7 +74,7 @@ class StoreReport:
             rows.append(("unfinished uploads", "not visible to this client, and cost money until a rule removes them:"))
             bucket = parse_address(self.address, "ADDRESS").bucket
             rules = (Command(f"aws s3api list-multipart-uploads --bucket {bucket}"), Command(_rule(bucket)))
-        verdict = Span("checkpoints can be kept here", "good") if self.problem is None else Span(self.problem, "bad")
+        verdict = Span("this store can hold checkpoints", "good") if self.problem is None else Span(self.problem, "bad")
         blocks = [Paragraph(verdict), *([Paragraph(f"do: {self.do}", indent=True)] if self.problem else [])]
         return Page(f"store {self.address}", (*blocks, Pairs(tuple(rows), gap=True), *rules))
 

@@ -34,7 +34,7 @@ class Build:
 
     torch: str
     cuda: Version | None = None
-    """None where torch was built without CUDA."""
+    """None if torch was built without CUDA."""
     other: str = ""
     """ROCm or XPU, where torch was built for one of them."""
     architectures: tuple[str, ...] = ()
@@ -149,7 +149,7 @@ def read_build() -> Build:
         torch=torch.__version__,
         cuda=(int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None,
         other=other,
-        # torch.cuda.get_arch_list() is empty where no GPU is usable, which is exactly when the list matters.
+        # torch.cuda.get_arch_list() is empty if no GPU is usable, which is exactly when the list matters.
         architectures=tuple((getattr(torch._C, "_cuda_getArchFlags", str)() or "").split()),
         driver=driver,
         boards=boards,
@@ -160,7 +160,7 @@ def read_build() -> Build:
 
 
 def _told_by_nvml() -> tuple[Version | None, tuple[Board, ...]] | None:
-    """Return the driver's CUDA version and GPUs from NVML; None where it is not available."""
+    """Return the driver's CUDA version and GPUs from NVML; None if it is not available."""
     try:
         import pynvml  # type: ignore[import-untyped]
 

@@ -23,7 +23,7 @@ class Axis:
     high: float
     base: float | None = None
     step: float = 0.0
-    """From one label to the next; 0 where it is chosen by their number."""
+    """From one label to the next; 0 if it is chosen by their number."""
 
     @classmethod
     def fitting(cls, values: Sequence[float], scale: str = "linear") -> Axis:

@@ -31,11 +31,11 @@ def matrix(names: Sequence[str], shares: Sequence[Sequence[float]]) -> Array:
     ]
     body = in_column(rows, 1)
     if not numbered:
-        return in_column([words("rows: truth, columns: taken for", TEXT, body.shape[1], PALE), body], 4)
+        return in_column([words("rows: truth, columns: prediction", TEXT, body.shape[1], PALE), body], 4)
     left = min(NAME, max(width_of(name, TEXT) for name in names) + 4)
     head = _columns(names, left, cell)
     lines = [in_row([_label(name, left, cell), row], 4) for name, row in zip(names, rows, strict=True)]
-    return in_column([words("rows: truth, columns: taken for (% of the row)", TEXT, 400, PALE), head, *lines], 1)
+    return in_column([words("rows: truth, columns: prediction (% of the row)", TEXT, 400, PALE), head, *lines], 1)
 
 
 def bars(names: Sequence[str], values: Sequence[float], heading: str) -> Array:

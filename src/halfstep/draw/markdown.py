@@ -62,7 +62,7 @@ def escaped(value: object) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """Return a curve as a line of blocks; empty where it has no two finite numbers."""
+    """Return a curve as a line of blocks; empty if it has no two finite numbers."""
     _, y = thin(range(len(values)), values, width // 2)
     y = [y[n * (len(y) - 1) // (width - 1)] for n in range(width)] if len(y) > width else y
     if len(y) < 2:

@@ -27,7 +27,7 @@ class ShownAsPage:
 
 
 def mimebundle(page: Page, text: str) -> dict[str, str]:
-    """Return the HTML of a page, and its text, which a terminal's IPython shows in place of the dataclass."""
+    """Return the HTML of a page, and its text, which a terminal's IPython shows instead of the dataclass."""
     from halfstep.draw.html import html_fragment
 
     return {"text/html": html_fragment(page), "text/plain": text}

@@ -46,7 +46,7 @@ class Series:
             self.skips.append((float(event["attempt"]), str(event["reason"])))
 
     def of_epochs(self, name: str) -> tuple[Points, Points]:
-        """Return one number per epoch, from training and from validation; NaN where there is none."""
+        """Return one number per epoch, from training and from validation; NaN if there is none."""
         train = [_real(train.get(name)) for train, _ in self.epochs]
         val = [_real(val.get(name)) for _, val in self.epochs]
         return (self.epoch_at, train), (self.epoch_at, val)

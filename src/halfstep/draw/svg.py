@@ -51,7 +51,7 @@ class FigureRow:
     name: str = ""
     words: str = ""
     width: float | None = None
-    """None where places are in percent of the width."""
+    """None if places are in percent of the width."""
 
 
 @dataclass(frozen=True)

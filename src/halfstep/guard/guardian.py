@@ -298,7 +298,7 @@ class Guardian:
         self._applied_since_failure = 0
         lifted = self._applier.lift_newest()
         if lifted is not None:
-            text = f"{self.limits.probation} steps without trouble: lifted the remedy by which {lifted}"
+            text = f"{self.limits.probation} steps without trouble: no longer applied: {lifted}"
             self._emit("probation", "info", text, lifted.facts())
 
     def _emit(self, kind: Kind, level: Level, text: str, facts: Mapping[str, object]) -> None:

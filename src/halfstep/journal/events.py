@@ -18,7 +18,7 @@ from halfstep.files import make_parent
 def to_write(path: Path) -> Iterator[None]:
     """Guard code that opens or changes `path`; create its folder, and raise FolderTaken for an OSError.
 
-    Raises FolderLost where the run's folder is no longer its own.
+    Raises FolderLost if the run's folder is no longer its own.
     """
     try:
         make_parent(path)
@@ -86,7 +86,7 @@ class Journal:
         return time.monotonic() - self._began
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Emit an event with these fields to all listeners; raise FolderLost where one finds the run's folder lost."""
+        """Emit an event with these fields to all listeners; raise FolderLost if one finds the run's folder lost."""
         utc = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         emitted = {"event": event, "time": round(self.seconds, 3), "utc": utc, **fields}
         lost: FolderLost | None = None

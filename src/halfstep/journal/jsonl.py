@@ -132,7 +132,7 @@ def _refuse_others(sizes: Mapping[str, int]) -> None:
             raise StateMismatch(
                 f"a saved size of {name!r}: {size!r}",
                 allowed=f"whole numbers from 0 for {JOURNAL} and {LOG}",
-                do="take another checkpoint: this one was not written by halfstep, or was changed",
+                do="use another checkpoint: this one was not written by halfstep, or was changed",
             )
 
 
@@ -160,7 +160,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, largest: float = math.inf) -> None:
-        """Append to `path`; a file of more than `largest` bytes goes on in a new one."""
+        """Append to `path`; a file of more than `largest` bytes continues in a new one."""
         self._path, self._largest, self._owner = path, largest, owner_of(path)
         with to_write(path):
             cut_to_lines(path)
@@ -255,7 +255,7 @@ class JsonLines:
         if not self._has_warned:
             self._has_warned = True
             why = failure.strerror or failure
-            _warn(f"{self._file.name} cannot be written: {why}; its lines are kept, and written when that is possible")
+            _warn(f"{self._file.name} cannot be written: {why}; its lines are kept, and written as soon as possible")
 
 
 def _warn(text: str) -> None:
@@ -279,7 +279,7 @@ def as_line(event: Mapping[str, object]) -> str:
 
 
 def _in_strict_json(value: Any) -> Any:
-    """Return the value with words in place of non-finite numbers."""
+    """Return the value with words instead of non-finite numbers."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value
@@ -364,7 +364,7 @@ def _lines(path: Path, after: int = 0) -> Iterator[bytes]:
 def lines_backwards(path: Path) -> Iterator[bytes]:
     """Yield the complete lines of all files of a journal from the last to the first, without their ends.
 
-    A line longer than any of ours comes as an empty one. Raises OSError where a file cannot be read.
+    A line longer than any of ours comes as an empty one. Raises OSError if a file cannot be read.
     """
     for part in reversed(parts_of(path)):
         if part.path.is_file():
@@ -401,7 +401,7 @@ def _event(line: bytes, path: Path, number: int) -> Event:
         raise BadData(
             f"line {number} of {path} is not an event",
             allowed="one JSON object a line, each with `event`",
-            do="delete the line, or take the journal of another run",
+            do="delete the line, or use the journal of another run",
         )
     check_start_format(event, path)
     return event
@@ -416,7 +416,7 @@ def check_start_format(event: Event, path: Path) -> None:
 
 
 def read_event(line: bytes) -> Event | None:
-    """Return the event of a line; None where it is none."""
+    """Return the event of a line; None if it is none."""
     try:
         event = _parse(line)
     except (ValueError, RecursionError):

@@ -31,7 +31,7 @@ def listeners(
 
     A run that resumes after `resumed_at` attempts has a journal, which is cut back already; listeners recall it
     silently. `prometheus` is the file with its metrics, or whether there is one in the folder; `largest_file` are the
-    bytes after which the journal goes on in another file.
+    bytes after which the journal continues in another file.
     """
     files: list[Listener] = [JsonLines(dir / JOURNAL, largest_file), LogFile(dir / LOG)]
     screen = [] if console is None else [console_listener(console)]

@@ -39,7 +39,7 @@ try:
 except ImportError as missing:
     raise MissingExtra(
         "tracker mlflow, which is not installed",
-        allowed="none, and tensorboard, wandb or mlflow where they are installed",
+        allowed="none, and tensorboard, wandb or mlflow, if installed",
         do="pip install 'halfstep[mlflow]', or run.tracker=tensorboard",
     ) from missing
 
@@ -83,7 +83,7 @@ class SendQueue:
             except queue.Full:
                 pass
             if self._thread.is_alive() and self._failure is None:
-                self._failure = RuntimeError(f"the last messages were not taken within {seconds:.0f} s")
+                self._failure = RuntimeError(f"the last messages were not accepted within {seconds:.0f} s")
         self._raise_failure()
 
     def _raise_failure(self) -> None:

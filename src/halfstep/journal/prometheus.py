@@ -64,7 +64,7 @@ class Prometheus:
         self._bad_samples += kind == BAD_SAMPLE
 
     def on_event(self, event: Event) -> None:
-        """Record an event, and write where it is one of a few; raise OSError where it fails, but not on a full disk."""
+        """Record an event, and write where it is one of a few; raise OSError if it fails, but not on a full disk."""
         self._latest.on_event(event)
         kind = event["event"]
         if kind == NOTE and FAILED_SAVES in event:
@@ -170,7 +170,7 @@ def _free(folder: Path) -> int | None:
 
 
 def _saved_before(start: Event) -> float:
-    """Return when the checkpoint that a run resumes from was saved; NaN where there is none."""
+    """Return when the checkpoint that a run resumes from was saved; NaN if there is none."""
     name = (start.get("resumed") or {}).get("checkpoint")
     try:
         return (Path(start["dir"]) / _CHECKPOINTS / name).stat().st_mtime if name else math.nan

@@ -83,7 +83,7 @@ class Summary:
     start: Event = field(default_factory=dict)
     """The start of the last launch."""
     end: Event = field(default_factory=dict)
-    """How the last launch ended; empty where it did not say."""
+    """How the last launch ended; empty if it did not say."""
     precision_check: Event = field(default_factory=dict)
     speed: Event = field(default_factory=dict)
     epoch: Event = field(default_factory=dict)
@@ -163,7 +163,7 @@ def summarize(path: Path) -> Summary:
 
 
 def _attempt(event: Event) -> int:
-    """Return the attempt of a step; 0 where it is no valid one."""
+    """Return the attempt of a step; 0 if it is no valid one."""
     attempt = event.get("attempt")
     return attempt if type(attempt) is int and 0 < attempt < _LARGEST_ATTEMPT else 0
 

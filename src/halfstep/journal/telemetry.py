@@ -80,7 +80,7 @@ try:
 except ImportError as missing:
     raise MissingExtra(
         "psutil, which is not installed",
-        allowed="training with the packages that it reads the machine with",
+        allowed="training with the packages that read the machine's state",
         do="pip install 'halfstep[train]'",
     ) from missing
 

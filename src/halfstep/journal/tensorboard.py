@@ -18,7 +18,7 @@ try:
 except ImportError as missing:
     raise MissingExtra(
         "tracker tensorboard, which is not installed",
-        allowed="none, and tensorboard, wandb or mlflow where they are installed",
+        allowed="none, and tensorboard, wandb or mlflow, if installed",
         do="pip install 'halfstep[train]', or run.tracker=none",
     ) from missing
 

@@ -81,9 +81,9 @@ def precision(start: Event) -> str:
     """Return the sentence on precision: the requested one and the chosen one."""
     asked, chosen = start["precision"]["asked"], start["precision"]["chosen"]
     found = {finding["id"] for finding in start.get("findings", ())}
-    ending = f", asked for {in_line(asked)}" if str(asked) != chosen else ", as asked for"
-    ending += ": the fallback on this device" if "precision.substituted" in found else ""
-    ending += ", and slow on this device" if "precision.slow" in found else ""
+    ending = f", requested {in_line(asked)}" if str(asked) != chosen else ", as requested"
+    ending += "; fallback on this device" if "precision.substituted" in found else ""
+    ending += "; slow on this device" if "precision.slow" in found else ""
     if not is_mixed(chosen):
         return f"Mixed precision training is off: {chosen}{ending}"
     return f"Mixed precision training: {chosen} ({' and '.join(_narrow_formats(chosen))}){ending}"
@@ -202,7 +202,7 @@ def guard(event: Event) -> list[str]:
 def bad_sample(event: Event) -> str:
     """Return the line on a sample that was replaced or left out."""
     instead = (
-        f"sample {event['replacement']} stands in for it"
+        f"sample {event['replacement']} replaces it"
         if event["replacement"] >= 0
         else "it is left out of the evaluation"
     )
@@ -370,8 +370,8 @@ def _again(latest: Latest) -> str:
     """Return how to continue the run; the same command with --new would start another one."""
     if "--new" in str(latest.start.get("command", "")).split():
         folder = shlex.quote(f"run.dir={latest.start.get('dir', '')}")
-        return f"start it again without --new, with {folder}, to go on"
-    return "start it again with the same command to go on"
+        return f"start it again without --new, with {folder}, to resume"
+    return "start it again with the same command to resume"
 
 
 def _named(checkpoint: CheckpointName) -> str:
@@ -414,7 +414,7 @@ def is_resumed(start: Event) -> bool:
 
 def _where(said: dict[str, Any], start: Event) -> LineItem:
     if not said.get("checkpoint"):
-        return LineItem("started again from step 0: the run was ended before its first checkpoint")
+        return LineItem("started again from step 0: the run ended before its first checkpoint")
     at, end = numbers.count(said["attempt"]), numbers.count(start["steps"])
     rest = f"from checkpoint {said['checkpoint']}{_repeated(said.get('repeated_steps'))}"
     if said["attempt"] > start["steps"]:
@@ -441,7 +441,7 @@ def _extended(said: Mapping[str, Any] | None) -> list[LineItem]:
 def _repeated(repeated: int | None) -> str:
     if not repeated:
         return ""
-    return f" ({numbers.count(repeated)} steps are done again)" if repeated > 1 else " (1 step is done again)"
+    return f" ({numbers.count(repeated)} steps are repeated)" if repeated > 1 else " (1 step is repeated)"
 
 
 def _first_lines(word: str, lines: Iterable[Any], alarm: bool) -> list[LineItem]:

@@ -14,7 +14,7 @@ from halfstep.numbers import to_float
 
 MLFLOW_FILE = "mlflow.json"
 """The file in the run's folder with the MLflow server and the id of the run, for a resume and for the user."""
-LOOK, UPLOAD = "to look at it:", "to upload it:"
+LOOK, UPLOAD = "to view it:", "to upload it:"
 """The prefixes of the lines."""
 WANDB, OFFLINE = "wandb", "offline-run-"
 """The folder that W&B creates in the run's folder, and the prefix of runs that wait for `wandb sync`."""

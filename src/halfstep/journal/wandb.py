@@ -16,7 +16,7 @@ try:
 except ImportError as missing:
     raise MissingExtra(
         "tracker wandb, which is not installed",
-        allowed="none, and tensorboard, wandb or mlflow where they are installed",
+        allowed="none, and tensorboard, wandb or mlflow, if installed",
         do="pip install 'halfstep[wandb]', or run.tracker=tensorboard",
     ) from missing
 

@@ -58,7 +58,7 @@ def size_of(batch: Any) -> int:
         if tensor.dim():
             return int(tensor.shape[0])
     raise WrongUse(
-        f"a batch of type {type(batch).__name__} that holds no tensor with a dimension",
+        f"a batch of type {type(batch).__name__} without a tensor that has a dimension",
         allowed="tensors, or tuples, lists, dicts and objects of them, with samples along their first dimension",
         do="return (model, loss_fn, batch) with such a batch",
     )

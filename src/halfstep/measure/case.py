@@ -52,7 +52,7 @@ class Case:
     batch: Any
     optimizer: MakeOptimizer = adamw
     data: Callable[[], CaseData] | None = None
-    """Opens the full data source; None where this batch is all there is. Called only where reading is measured."""
+    """Opens the full data source; None if this batch is all there is. Called only where reading is measured."""
     setting: StepSetting = field(default_factory=StepSetting)
     average: bool = False
     """Whether an average of the weights is kept in memory too."""
@@ -85,9 +85,9 @@ def case_of(model: nn.Module, loss_fn: LossFunction, batch: Any, *, name: str = 
             first = next(iter(batch), None)
         if first is None:
             raise WrongUse(
-                f"{name} has a DataLoader that gives no batch",
+                f"{name} has a DataLoader that yields no batch",
                 allowed="one batch or more",
-                do="look at its dataset, its batch_size and its drop_last",
+                do="check its dataset, its batch_size and its drop_last",
             )
         return trainable(Case(name, model, loss_fn, first, data=partial(_data_of, batch)))
     return trainable(Case(name, model, loss_fn, batch))
@@ -97,7 +97,7 @@ def trainable(case: Case) -> Case:
     """Return the case; raise `WrongUse` if none of its parameters requires a gradient."""
     if not any(parameter.requires_grad for parameter in case.model.parameters()):
         raise WrongUse(
-            f"{case.name} has no parameter that is trained",
+            f"{case.name} has no trainable parameter",
             allowed="a model with at least one parameter that requires a gradient",
             do="leave some of it unfrozen: parameter.requires_grad_(True), or less in model.freeze",
         )

@@ -59,7 +59,7 @@ def described_recipe(text: str, settings: Iterable[str] = ()) -> Case:
     data: Any = recipe.data
     if task.reads == "text":
         recipe = recipe.model_copy(update={"data": data.model_copy(update={"name": _TEXT})})
-        assumption = Assumption(f"data.path {data.path}, which is not here", "windows of the recipe's length")
+        assumption = Assumption(f"data.path {data.path}, which does not exist here", "windows of the recipe's length")
         case = _case(resolved.label, recipe, task_class(recipe.task)(recipe), large)
         return replace(case, assumptions=(assumption,))
     sides = [side for side in (data.size, getattr(data, "crop", 0)) if isinstance(side, int)]
@@ -70,7 +70,7 @@ def described_recipe(text: str, settings: Iterable[str] = ()) -> Case:
     classes = getattr(data, "classes", None)
     task.remember({"classes": [str(number) for number in range(classes or _CLASSES)]})
     what = f"samples of the recipe's sizes{'' if classes else f', and {_CLASSES} classes at most'}"
-    assumption = Assumption(f"data.path {data.path}, which is not here", what)
+    assumption = Assumption(f"data.path {data.path}, which does not exist here", what)
     return replace(_case(resolved.label, recipe, task), assumptions=(assumption,))
 
 

@@ -95,7 +95,7 @@ def subject_of(
         return _unchanged(case_of(given, loss_fn, batch), words)
     if loss_fn is not None or batch is not None:
         raise WrongUse(
-            f"a loss_fn or a batch next to {in_short(given)}",
+            f"a loss_fn or a batch together with {in_short(given)}",
             allowed="both with a torch module; a case and a recipe have their own",
             do="leave them out, or give the model first",
         )
@@ -109,7 +109,7 @@ def subject_of(
         name = f"{given.__module__}:{getattr(given, '__qualname__', type(given).__name__)}"
         return _unchanged(_made_by(given, name), words)
     raise WrongUse(
-        f"{in_short(given)} as what to measure",
+        f"{in_short(given)} as the subject of a measurement",
         allowed="a model with loss_fn and batch, a case (module:callable), or a recipe by name or path",
         do="write a recipe to a .yaml file, and give its path" if isinstance(given, Mapping) else "name one of them",
     )
@@ -128,8 +128,8 @@ def _unchanged(case: Case, settings: Sequence[str]) -> Case:
 
 def _no_settings(settings: Sequence[str], name: str) -> WrongUse:
     return WrongUse(
-        f"{' '.join(settings)} next to the case {name}",
-        allowed="settings change a RECIPE; a case is as its code says",
+        f"{' '.join(settings)} together with the case {name}",
+        allowed="settings change a RECIPE; a case is defined by its code",
         do="change the code, or leave them out",
     )
 
@@ -164,7 +164,7 @@ def _own_code(text: str, passes: Callable[[BaseException], bool] = lambda _: Fal
         raise WrongUse(
             f"{text} raised {type(error).__name__}: {words} ({_line_of(error)})",
             allowed="a function without arguments that returns (model, loss_fn, batch)",
-            do=f'fix it; all of the error: python -c "import {module} as m; m.{name}()"',
+            do=f'fix it; the full error: python -c "import {module} as m; m.{name}()"',
         ) from error
 
 
@@ -196,7 +196,7 @@ def _imported(text: str) -> Callable[[], Any]:
         raise WrongUse(
             f"there is no module {error.name!r} here, for the case {text}",
             allowed="module:callable, importable from this folder",
-            do="go to the folder that holds it, or install its package; for a recipe see `halfstep recipes`",
+            do="go to the folder that contains it, or install its package; for a recipe see `halfstep recipes`",
         ) from None
     for name in path.split("."):
         if not hasattr(found, name):

@@ -354,7 +354,7 @@ class _Judged:
         if not math.isfinite(outcome.loss):
             spoiled = ranges.first_spoiled
             place = f", first seen in {named(spoiled.module)} ({spoiled.operation})" if spoiled else ""
-            return f"the loss is not finite though nothing overflows{place}: something that vanished is divided by"
+            return f"the loss is not finite though nothing overflows{place}: a division by a number that vanished"
         if lost is not None and lost > TOLERATED_LOSS:
             return f"gradients vanish: {lost:.0%} of their norm in fp32"
         if error is not None and self._too_far(error):
@@ -382,14 +382,14 @@ class _Judged:
         if self.device.type != "cuda" and operation in _FP32_ON_CUDA:
             notes.append(f"CUDA's autocast computes {operation} in fp32: there it would not overflow")
         if rounding.not_emulated:
-            notes.append(f"ran as they are: {', '.join(sorted(rounding.not_emulated))}")
+            notes.append(f"ran unchanged: {', '.join(sorted(rounding.not_emulated))}")
         return (*notes, "one step on one batch: weights and gradients of later steps may have another range")
 
 
 def _compared(wanted: Gradients, found: Gradients) -> tuple[float | None, float | None, tuple[LostGradient, ...]]:
     """Return the relative error, the share of the norm that vanished, and the largest vanished gradients.
 
-    The numbers are None where the gradients are non-finite.
+    The numbers are None if the gradients are non-finite.
     """
     total = difference = gone = 0.0
     lost = []

@@ -111,7 +111,7 @@ def remedies(event: Event | None, islands: Sequence[str], bf16_survives: bool) -
     do = [f'island(model, "{path}")' for path in islands]
     # In the root module's own code, or outside the model, there is no submodule to make an island of.
     if event is not None and not islands and event.module in ("", OUTSIDE):
-        do.append(f"halfstep.widen(...) what {event.operation} is given {'in the model' if not event.module else ''}")
+        do.append(f"halfstep.widen(...) the inputs of {event.operation}{' in the model' if not event.module else ''}")
     if bf16_survives:
         do.append('precision="bf16"')
     return tuple(line.strip() for line in do)
@@ -125,7 +125,7 @@ def _module_range(ranges: Ranges, module: str) -> ModuleRange:
     return ModuleRange(
         module=named(module),
         largest=forward.largest,
-        # Infinite where there is no value, and JSON has no infinity.
+        # Infinite if there is no value, and JSON has no infinity.
         headroom_bits=forward.headroom if math.isfinite(forward.headroom) else None,
         overflows=forward.overflows,
         underflow_forward=forward.underflow_share,
@@ -150,7 +150,7 @@ def survival_page(found: Sequence[Survival], subject: str = "CASE") -> Page:
     for survival in found:
         blocks += _evidence(survival)
     if not found:
-        blocks.append(Paragraph("No format was tried to its end.", gap=True))
+        blocks.append(Paragraph("No format was tested completely.", gap=True))
     notes = dict.fromkeys(note for survival in found for note in survival.notes)
     blocks += [Paragraph(Span(note, "dim"), gap=number == 0) for number, note in enumerate(notes)]
     advice = dict.fromkeys(line for survival in found if not survival.survives for line in survival.do)

@@ -2,7 +2,7 @@
 
 Nothing is counted without an exact formula: `is_unknown` recognizes operations that may do such work and have none.
 Nor is work that torch cannot compute in 16 bits, such as decompositions and complex products (`is_wide`): it says
-nothing about the precision that was asked for, and lowers the confidence.
+nothing about the precision that was requested, and lowers the confidence.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _is_wide(operation: Operation) -> bool:
 
 
 def _wide_flops(operation: Operation) -> int | None:
-    """Return about how many FLOPs wide work has; None where no rule counts them."""
+    """Return about how many FLOPs wide work has; None if no rule counts them."""
     packet, given = _packet(operation), _floating(operation)
     if packet in _FORMULAS:
         # A complex product is four real ones.
@@ -364,7 +364,7 @@ class Work(NamedTuple):
     """The work of an operation: products, or an operation that may compute some."""
 
     flops: int
-    """0 where no formula counts them."""
+    """0 if no formula counts them."""
     is_wide: bool
     """Whether torch only does it in fp32, regardless of the requested precision.
 
@@ -428,7 +428,7 @@ class WorkByFormat:
         # Not the model's choice: torch itself has no narrower kernel for these.
         if found == FP32.name and (operation.widened or has_no_narrow_kernel(operation)):
             return
-        # autocast never casts to fp8, so the model has asked for it by name.
+        # autocast never casts to fp8, so the model has requested it by name.
         if is_fp8(found):
             self._fp8[found] += work
             return

@@ -50,7 +50,7 @@ class Sums(NamedTuple):
     zeros: float
     """The share of numbers that are zero, or the bias alone, where the sum is not small against its terms."""
     signal: float
-    """The sums as a share of the root of the sum of squared terms: 1 for independent terms, 0 where they cancel."""
+    """The sums as a share of the root of the sum of squared terms: 1 for independent terms, 0 if they cancel."""
     roundings: float
     """The additions that the layer may round: one a call, one a sample in convolutions, one a row in norms."""
 
@@ -172,7 +172,7 @@ def _has_shapes(layer: Any, given: Tensor, output: Tensor) -> bool:
 
 
 def _results(layer: Any, given: Tensor, output: Tensor, format: Format) -> Tensor | None:
-    """Compare the results of a linear layer or a convolution; None where it computes another shape."""
+    """Compare the results of a linear layer or a convolution; None if it computes another shape."""
     weight, bias = plain(layer.weight).detach(), None if layer.bias is None else plain(layer.bias).detach()
     if isinstance(layer, nn.Linear):
         given, output = given.reshape(-1, given.shape[-1]), output.reshape(-1, len(weight))

@@ -27,18 +27,18 @@ def not_observed(asked: str, seen: Observation) -> PrecisionNotObserved:
     """Return the error for a step that ran in another precision than requested."""
     if seen.as_asked:
         return PrecisionNotObserved(
-            f"{asked} was asked for, but no product ran in fp8: no layer that was converted ran",
-            allowed="converted layers that are called, not only read by their weight",
+            f"{asked} was requested, but no product ran in fp8: no converted layer ran",
+            allowed="layers that the forward pass calls; reading only their weight does not count",
             do="precision='bf16', or a policy that names the layers which run",
         )
     most = max(seen.flops, key=lambda name: seen.flops[name])
-    remedy = "remove what casts or switches autocast off there, declare it with island(), or ask for another precision"
+    remedy = "remove casts and autocast(enabled=False) there, declare it with island(), or request another precision"
     if most == FP64.name:
         remedy = "precision='fp64' for a model in float64, or model.float() and batches in float32"
     elif seen.expected == FP32.name and most in (BF16.name, FP16.name):
         remedy = f"precision={most!r} for a base stored in {most}, or model.float()"
     return PrecisionNotObserved(
-        f"{asked} was asked for, but matrix products and convolutions ran in {_by_format(seen)}: "
+        f"{asked} was requested, but matrix products and convolutions ran in {_by_format(seen)}: "
         + ", ".join(list(seen.strays)[:_NAMED]),
         allowed=f"{SHARE_REQUIRED:.0%} of the work outside islands in {seen.expected}",
         do=remedy,
@@ -50,9 +50,9 @@ def changed(asked: str, seen: Observation) -> Finding:
     return Finding(
         "precision.changed",
         "warning",
-        f"{asked} was asked for, but now matrix products and convolutions run in {_by_format(seen)}: "
+        f"{asked} was requested, but now matrix products and convolutions run in {_by_format(seen)}: "
         + ", ".join(list(seen.strays)[:_NAMED]),
-        "take out what casts or switches autocast off there, or declare it with island()",
+        "remove casts and autocast(enabled=False) there, or declare it with island()",
     )
 
 
@@ -62,9 +62,9 @@ def doubtful(asked: str, seen: Observation) -> Finding:
     return Finding(
         "precision.unknown",
         "warning",
-        f"whether this ran in {asked} is not known: no rule counts the work of "
+        f"whether this ran in {asked} is unknown: no rule counts the work of "
         f"{', '.join(list(seen.unknown)[:_NAMED])}; {known}",
-        "look at the dtypes that these are given, or declare what stays in fp32 with island()",
+        "check the dtypes of their inputs, or declare what stays in fp32 with island()",
     )
 
 
@@ -167,7 +167,7 @@ class Watch:
         raise not_observed(self._precision.name, observation)
 
     def _maker(self, node: Any) -> str:
-        assert self._recording is not None, "backward is asked for while it is watched"
+        assert self._recording is not None, "an origin of backward is looked up while the step is recorded"
         return self._recording[1].maker(node)
 
     def _spotted(self, finding: Finding, module: str, line: str | None) -> None:

@@ -43,11 +43,11 @@ class LayerRow(NamedTuple):
     outputs: int
     """N."""
     kind: str
-    """What it computes in; empty where it is not converted."""
+    """What it computes in; empty if it is not converted."""
     reason: str
-    """Why not; empty where it is converted."""
+    """Why not; empty if it is converted."""
     rows: int | None = None
-    """M, the rows of a batch; None where no batch was run."""
+    """M, the rows of a batch; None if no batch was run."""
     share: float | None = None
     """The share of the FLOPs of all modules in the table."""
 

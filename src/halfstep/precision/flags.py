@@ -186,7 +186,7 @@ def fp32_scope(mode: Fp32Mode, device: torch.device) -> AbstractContextManager[N
 
 
 class _Fp32Scope:
-    """A reusable scope that does nothing where the switches already have the wanted values."""
+    """A reusable scope that does nothing if the switches already have the wanted values."""
 
     def __init__(self, mode: Fp32Mode, switches: tuple[Switch, ...]) -> None:
         self._mode, self._switches = mode, switches

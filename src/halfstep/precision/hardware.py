@@ -55,7 +55,7 @@ class Ability(JsonResult):
     native: bool
     reason: str
     emulated: bool = False
-    """Not native, but torch computes in the format all the same: rounded as asked for, and slow."""
+    """Not native, but torch computes in the format all the same: rounded as requested, and slow."""
 
 
 def ability(device: Device, format_name: str) -> Ability:

@@ -38,7 +38,7 @@ def known_bad() -> tuple[KnownBad, ...]:
 
 @cache
 def wrong_on_gpu(name: str, format_name: str) -> str | None:
-    """Return why computing in this format gives wrong numbers on a GPU, with sources; None where nothing is known."""
+    """Return why computing in this format gives wrong numbers on a GPU, with sources; None if nothing is known."""
     for entry in known_bad():
         if format_name in entry.get("wrong_formats", ()) and re.search(entry["gpu"], name):
             return f"known to be wrong: {entry['what']} ({', '.join(entry['sources'])})"

@@ -10,8 +10,8 @@ from halfstep.errors import Contradiction, PrecisionRefused, UnknownName, unknow
 
 AUTO = "auto"
 AMP = "amp"
-"""Mixed precision without a format: bf16 where the device has it, else fp16."""
-AMP_MEANS = "bf16 where the device has it, else fp16"
+"""Mixed precision without a format: bf16 if the device has it, else fp16."""
+AMP_MEANS = "bf16 if the device has it, else fp16"
 FP8 = "fp8"
 FP8_KINDS = (FP8, "fp8-rowwise", "fp8-rowwise-gw-hp", "mxfp8")
 """Precisions in which linear layers compute in fp8, and the rest in bf16."""
@@ -55,7 +55,7 @@ _FP64_ALIASES = {
 }
 
 _NARROW_WEIGHTS = (
-    "{given} stores the weights themselves in 16 bits, where small updates round to nothing",
+    "{given} stores the weights themselves in 16 bits, so small updates are lost in rounding",
     "trainable weights stay in fp32; computing in 16 bits is {use!r}",
     "write precision={use!r}",
 )
@@ -67,7 +67,7 @@ _WIDE = (
 _NVFP4 = (
     "{given} has no kernels here: torchao has them for NVIDIA's SM100 only, as a prototype, and no emulation",
     "fp8, fp8-rowwise, fp8-rowwise-gw-hp or mxfp8",
-    "write precision={use!r}; halfstep estimate CASE --survive nvfp4 tells what its rounding would do",
+    "write precision={use!r}; halfstep estimate CASE --survive nvfp4 shows the effect of its rounding",
 )
 _UNSAID = (
     "{given} says that mixed precision is on, but not in which format",
@@ -302,7 +302,7 @@ FORMATS = ("amp_dtype", "precision_type")
 def read_settings(settings: Mapping[str, Any]) -> Named | None:
     """Return the precision that a configuration asks for, in any project's keys; None if it names none.
 
-    Raises Contradiction where two keys ask for different precisions.
+    Raises Contradiction if two keys ask for different precisions.
     """
     claims = read_claims(settings)
     if not claims:
@@ -387,6 +387,6 @@ def _contradiction(settled: Settled, other: Claim) -> Contradiction:
     against = f"asks for {other.meaning}" if other.meaning != name else f"rules {name} out"
     return Contradiction(
         f"{one} asks for {name}, but {other} {against}",
-        allowed="settings that ask for one precision",
+        allowed="settings that request one precision",
         do=f"delete {other.key} to run in {name}, or delete {one.key} and keep {other}",
     )

@@ -115,7 +115,7 @@ def _check_effect(model: nn.Module, rules: tuple[PolicyRule, ...], chosen: Mappi
             continue
         near = difflib.get_close_matches(rule.pattern.strip("*."), [path for path in chosen if path], 3, 0.3)
         given = (
-            f"the pattern {rule.pattern!r} of the policy never counts: later ones match the same modules"
+            f"the pattern {rule.pattern!r} of the policy has no effect: later ones match the same modules"
             if matched
             else f"the pattern {rule.pattern!r} of the policy matches no module"
         )

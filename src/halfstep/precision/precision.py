@@ -93,7 +93,7 @@ class Precision:
 
     @property
     def narrow(self) -> torch.dtype | None:
-        """The dtype that weights are cast to; None where they are used as they are stored."""
+        """The dtype that weights are cast to; None if they are used as they are stored."""
         return self.computes.dtype if self.casts else None
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:

@@ -237,7 +237,7 @@ def write_cache(device: Device, found: Measurements) -> Measurements:
     try:
         files.write_json(cache_file(), {"version": _VERSION, "entries": entries})
     except OSError as error:
-        _log.debug("measurements were not kept: %s", error)
+        _log.debug("measurements were not saved: %s", error)
     return found
 
 

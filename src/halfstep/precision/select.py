@@ -227,7 +227,7 @@ def _by_name(asked: str, device: Device, fallback: bool) -> Decision:
 
 def _try(name: str, asked: str, device: Device, fallback: bool) -> Considered:
     can = ability(device, precision_named(name).needs)
-    # A recipe in bf16 is for many devices and takes what each has; fp16 on a CPU is asked for to study fp16.
+    # A recipe in bf16 is for many devices and takes what each has; fp16 on a CPU is requested to study fp16.
     emulated = name == asked and can.emulated and (not fallback or (name == "fp16" and device.kind == "cpu"))
     return Considered(
         name, can.native or emulated, f"requested by name; slow here: {can.reason}" if emulated else can.reason
@@ -243,7 +243,7 @@ def _findings(asked: str, rungs: list[Considered], device: Device) -> tuple[Find
     can = ability(device, precision_named(took).needs)
     if not can.native:
         native = ", ".join(["auto", *_native(device)])
-        fix = f"ask for one of {native}, unless {took}'s behavior is what you study"
+        fix = f"request one of {native}, unless you study the behavior of {took}"
         return (Finding(_SLOW, "warning", f"{took} on {device.name}: {can.reason}", fix),)
     return ()
 
@@ -316,7 +316,7 @@ def _refusal(asked: str, device: Device, reason: str) -> PrecisionRefused:
     if asked == FP64 and can:
         do = "model.float() and one of these, or train on the CPU"
     elif can:
-        do = f"ask for one of these, or for auto, which chooses: precision={can[0]!r} or precision='auto'"
+        do = f"request one of these, or auto, which chooses: precision={can[0]!r} or precision='auto'"
     else:
         do = "choose another device"
     return PrecisionRefused(

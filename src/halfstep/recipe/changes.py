@@ -225,7 +225,7 @@ def _refuse_shorter(asked: tuple[int | None, int | None], before: SavedRun) -> N
     if is_longer(asked, before.length) is False:
         more = asked[0] or asked[1] or 1
         raise FolderTaken(
-            f"{option('extend')} to {in_words(asked)}, and the run has {in_words(before.length)} already",
+            f"{option('extend')} to {in_words(asked)}, but the run already has {in_words(before.length)}",
             allowed="the total length of the run, including the steps already trained",
             do=f"{to_extend(before.length, more)} adds {in_words(asked)}",
         )
@@ -233,10 +233,10 @@ def _refuse_shorter(asked: tuple[int | None, int | None], before: SavedRun) -> N
 
 def _nothing_added(before: SavedRun) -> FolderTaken:
     return FolderTaken(
-        f"{option('extend')}, and the run is finished with its {in_words(before.length)}: nothing is added to it",
+        f"{option('extend')}, but the run is finished after {in_words(before.length)}: nothing to add",
         allowed="a total length longer than before",
         do=f"{to_go_on(before)}, for example",
-        id=RUN_FINISHED if before.extensions else "",  # the extension that is asked for again
+        id=RUN_FINISHED if before.extensions else "",  # the extension that is requested again
     )
 
 

@@ -130,7 +130,10 @@ def _with_other_words(schema: Json) -> dict[str, object]:
     other: dict[str, object] = {
         word: {"description": f"Read as {keys[0]}."} for word, keys in fields.keys_of.items() if len(keys) == 1
     }
-    other |= {word: {"type": "object", "description": "Read as if it stood outside."} for word in FOREIGN_SECTIONS}
+    other |= {
+        word: {"type": "object", "description": "Its settings are read as those of the top level."}
+        for word in FOREIGN_SECTIONS
+    }
     other |= {word: {"description": "Translated into precision."} for word in PRECISION_WORDS}
     own = {name: _or_its_name(fields, name, field) for name, field in schema["properties"].items()}
     word = {"type": ["string", "integer", "boolean"]}
@@ -168,7 +171,7 @@ def _renamed(schema: Json, task: str, shared: Mapping[str, object]) -> tuple[Any
 
 
 def _table(found: Sequence[SettingRow]) -> str:
-    lines = ["| setting | may be | default | what it is | also |", "|---|---|---|---|---|"]
+    lines = ["| setting | may be | default | meaning | also |", "|---|---|---|---|---|"]
     for row in found:
         also = " ".join(f"`{flag}`" for flag in row.flags)
         lines.append(f"| `{row.key}` | {_cell(row.allowed)} | {_cell(row.default)} | {_cell(row.doc)} | {also} |")
@@ -176,7 +179,7 @@ def _table(found: Sequence[SettingRow]) -> str:
 
 
 def _recipes_table(shipped: Sequence[Shipped]) -> str:
-    lines = ["| recipe | task | what it is for |", "|---|---|---|"]
+    lines = ["| recipe | task | purpose |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| `{one.name}` | {one.task} | {_cell(one.about)} |" for one in shipped)])
 
 

@@ -66,7 +66,7 @@ def _belongs(row: SettingRow, here: Mapping[str, str], of_recipe: bool) -> bool:
 
 
 def _recipe_or_none(recipe: str, schemas: Mapping[str, Json]) -> RawRecipe | None:
-    """Return the recipe; None where there is none or its task has no schema, because help must work then too."""
+    """Return the recipe; None if there is none or its task has no schema, because help must work then too."""
     try:
         found = read_recipe(recipe)
     except HalfstepError:

@@ -390,5 +390,7 @@ def _from_home(folder: str) -> str:
         return str(Path(folder).expanduser())
     except RuntimeError:
         raise Unsafe(
-            f"run.dir is {_short_repr(folder)}, and there is no such home", allowed="a path", do="write the path out"
+            f"run.dir is {_short_repr(folder)}, and there is no such home directory",
+            allowed="a path",
+            do="write the path out",
         ) from None

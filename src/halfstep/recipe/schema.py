@@ -127,7 +127,7 @@ class OptimizerOptions(Section):
         AnyCase,
         Refused(
             lbfgs="it computes the loss several times in one update, and a step here computes it once",
-            sparseadam="it takes sparse gradients alone, and the models of recipes have dense ones",
+            sparseadam="it takes only sparse gradients, and the models of recipes have dense ones",
         ),
     ] = "adamw"  # fmt: skip
     """The torch optimizer. With muon, the matrices of hidden layers use Muon and the other parameters AdamW."""
@@ -239,7 +239,7 @@ class TrainOptions(Section):
     check: bool = True
     """Compare the first micro-batch with fp32 before the first update, at the cost of about two steps."""
     strict: bool = False
-    """Compute in the precision asked for, emulated if need be, or refuse to run; no fallback to another."""
+    """Compute in the precision requested, emulated if need be, or refuse to run; no fallback to another."""
     device: Annotated[str, Also("gpu_ids", "gpu_id", "gpu")] = "auto"
     """A device as torch names it, or the number of a GPU; `auto` is the best one present."""
 

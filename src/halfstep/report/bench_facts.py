@@ -69,7 +69,7 @@ def _conditions(found: Conditions) -> list[tuple[str, str]]:
 
 
 def bench_from(plain: Mapping[str, Any], file: Path) -> BenchFacts:
-    """Return the bench from its JSON; raise BadData where that is not one that `halfstep bench` wrote."""
+    """Return the bench from its JSON; raise BadData if that is not one that `halfstep bench` wrote."""
     try:
         return BenchFacts(file, _bench(plain))
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:

@@ -90,10 +90,10 @@ def comparison_page(found: Comparison, title: str, runs: tuple[Block, ...]) -> P
 
     none = Paragraph(Span("None of them has taken a step.", "dim"))
     heads, differences = found.differences
-    same = Paragraph(Span("Nothing but the places where they write.", "dim"))
-    blocks: list[Block] = [Paragraph(found.verdict), Heading("What came of them"), _as_table(HEADS, found.table)]
-    blocks += [Heading("Curves over one another"), *(charts_of(*compared(found.runs)) or (none,))]
-    blocks += [Heading("What differs in their recipes"), _as_table(heads, differences) if differences else same]
+    same = Paragraph(Span("Only their output folders.", "dim"))
+    blocks: list[Block] = [Paragraph(found.verdict), Heading("Results"), _as_table(HEADS, found.table)]
+    blocks += [Heading("Curves"), *(charts_of(*compared(found.runs)) or (none,))]
+    blocks += [Heading("Differences of their recipes"), _as_table(heads, differences) if differences else same]
     blocks += [Heading("Which is better"), Items(tuple(found.judgment.verdicts))]
     blocks += [*charts_of(found.judgment.drawing), *(Paragraph(Span(note, "dim")) for note in found.judgment.notes)]
     return Page(title, (*blocks, Heading("Each run"), *runs))

@@ -98,7 +98,7 @@ def _saved(columns: list[dict[str, Any]], chosen: str) -> Iterator[str]:
         return
     wide, narrow = number(parts["fp32"].get("activations")), number(parts[chosen].get("activations"))
     if known(wide) and known(narrow) and narrow < wide:
-        yield f"Activations kept for backward: {numbers.size(narrow)} in place of {numbers.size(wide)}."
+        yield f"Activations saved for backward: {numbers.size(narrow)} instead of {numbers.size(wide)}."
 
 
 def _batches(examined: Mapping[str, Any], chosen: str) -> Iterator[str]:

@@ -57,7 +57,7 @@ def _files(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _embedded(caption: str, path: Path, room: int) -> Picture:
-    """Return the picture in at most `room` bytes; raise ValueError where that is too little or the file too large."""
+    """Return the picture in at most `room` bytes; raise ValueError if that is too little or the file too large."""
     from PIL import Image
 
     if path.stat().st_size > MOST_BYTES:

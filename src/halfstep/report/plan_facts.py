@@ -59,7 +59,7 @@ class PlanFacts:
 
 
 def plan_from(plain: Mapping[str, Any], file: Path) -> PlanFacts:
-    """Return the plan from its JSON; raise BadData where that is not one that `halfstep plan` printed."""
+    """Return the plan from its JSON; raise BadData if that is not one that `halfstep plan` printed."""
     try:
         # The JSON has a device's name and place; its formats have their own key.
         plan = TypeAdapter(Plan).validate_python({**plain, "device": {**fields(plain.get("device")), "kind": "other"}})
@@ -117,7 +117,7 @@ def _benefits(plan: Plan, wide: int | None) -> Iterator[str]:
 def _risks(plan: Plan) -> Iterator[Risk]:
     chosen, parity = plan.choice.setting, plan.parity
     level = {"holds": LOW, "fails": HIGH}.get(parity.verdict, WATCH)
-    yield Risk("Another result than fp32's", level, f"{parity.verdict}: {parity.why}")
+    yield Risk("A result that differs from fp32's", level, f"{parity.verdict}: {parity.why}")
     ability = plan.formats.get(chosen.precision)
     if ability is not None and not ability.native:
         yield Risk(f"{chosen.precision} is not native here", WATCH, ability.reason)

@@ -65,7 +65,7 @@ class RunFacts:
 
     @property
     def samples_per_second(self) -> float:
-        """Return the median over epochs, without the first, which includes warm-up; NaN where there is none."""
+        """Return the median over epochs, without the first, which includes warm-up; NaN if there is none."""
         of_epochs = curve_points(self.recorded.epochs, "samples_per_second").median
         return of_epochs if known(of_epochs) else curve_points(self.recorded.speeds, "samples_per_second").median
 
@@ -76,7 +76,7 @@ class RunFacts:
 
     @property
     def best(self) -> tuple[float, float]:
-        """Return the best value of the metric and its epoch; NaN where there is none."""
+        """Return the best value of the metric and its epoch; NaN if there is none."""
         # A run that ended in an error has none in its last line, and an earlier launch may have left a result.
         told = [fields(event.get("best")) for event in (self.recorded.end, self.recorded.epoch, self.result)]
         best = next(filter(None, told), {})
@@ -84,19 +84,19 @@ class RunFacts:
 
     @property
     def final(self) -> float:
-        """Return the metric of the last evaluation; NaN where there is none."""
+        """Return the metric of the last evaluation; NaN if there is none."""
         found = number(fields(self.recorded.end.get("metrics")).get(self.metric))
         last = curve_points(self.recorded.epochs, f"val.{self.metric}").y[-1:]
         return found if known(found) or not last else last[0]
 
     @property
     def why(self) -> str:
-        """Return how the run came to its end, in full; empty where it did not."""
+        """Return how the run came to its end, in full; empty if it did not."""
         return text(self.recorded.end.get("error")) or self.state.why
 
     @property
     def do(self) -> str:
-        """Return what to type after the run's end, as its last line says it; empty where it says nothing."""
+        """Return what to type after the run's end, as its last line says it; empty if it says nothing."""
         return text(self.recorded.end.get("do"), 500)
 
     @property
@@ -135,7 +135,7 @@ class RunFacts:
 def read_run(folder: Path) -> RunFacts:
     """Return the facts of the run in `folder`.
 
-    Raises BadData where it holds no run, or one that wrote nothing that can be read.
+    Raises BadData if it holds no run, or one that wrote nothing that can be read.
     """
     recipe_in(folder)
     recorded = read_journal(folder, text(fields(read_json(folder / STATUS)).get("reason"), 300))
@@ -307,7 +307,7 @@ def incidents(run: RunFacts) -> list[Incident]:
         found[-1].do = run.do
         found[-1].ended_run = found[-1].cause == _cause(run.recorded.end)
     for incident in found:
-        incident.done = incident.done or ["the step was skipped: nothing of it reached the weights"]
+        incident.done = incident.done or ["the step was skipped: the weights are unchanged"]
     return [*found, *_bad_samples(run.recorded)]
 
 
@@ -320,8 +320,8 @@ def _bad_samples(recorded: Summary) -> list[Incident]:
     lines = [sample if n == 1 else f"{sample} ({n} times)" for sample, n in times.most_common(MOST_BAD_SAMPLES)]
     more = [f"and {len(times) - len(lines):,} more"] if len(times) > len(lines) else []
     replaced = sum(number(event.get("replacement")) >= 0 for _, event in kept)
-    done = ["another sample was taken in place of each"] if replaced else []
-    done += ["those of the evaluation were left out of it"] if replaced < len(kept) else []
+    done = ["each was replaced by another sample"] if replaced else []
+    done += ["those of the evaluation were skipped"] if replaced < len(kept) else []
     samples = f"{'at least ' if len(kept) < uses else ''}{numbers.several(len(times), 'sample')}"
     sentence = f"{samples} could not be used" + (f", {uses:,} times in all" if uses > len(times) else "")
     return [Incident(None, "bad samples", sentence, evidence=[*lines, *more], done=done)]

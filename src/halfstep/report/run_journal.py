@@ -36,7 +36,7 @@ class CurvePoints:
 
     @property
     def median(self) -> float:
-        """Return the median without the first value; NaN where there is none."""
+        """Return the median without the first value; NaN if there is none."""
         return statistics.median(self.without_first() or [number(None)])
 
 
@@ -48,7 +48,7 @@ def curve_points(curves: Mapping[str, Thinned], name: str) -> CurvePoints:
 def read_journal(run: Path, why_empty: str = "") -> Summary:
     """Return what the journal of a run says, passing over damaged lines.
 
-    Raises BadData where there is no journal, or none of its lines is the start of a run, and OtherForm where another
+    Raises BadData if there is no journal, or none of its lines is the start of a run, and OtherForm where another
     version of halfstep wrote it. `why_empty` is what else is known of a run without one.
     """
     path = run / JOURNAL
@@ -65,12 +65,12 @@ def read_journal(run: Path, why_empty: str = "") -> Summary:
         raise BadData(
             f"{path} cannot be read: {error.strerror or error}",
             allowed="a journal that this user may read",
-            do=f"look at its permissions: ls -l {run}",
+            do=f"check its permissions: ls -l {run}",
         ) from error
     if not found.start:
         raise BadData(
             f"no line of {path} can be read as the start of a run",
             allowed="the journal as `halfstep train` wrote it",
-            do="take it from a backup; the checkpoints of the run are not affected, and the same command resumes it",
+            do="restore it from a backup; the checkpoints of the run are not affected, and the same command resumes it",
         )
     return found

@@ -50,7 +50,7 @@ def run_page(run: RunFacts, pictures: Sequence[Picture] = (), left_out: Sequence
     found = incidents(run)
     blocks: list[Block] = [Paragraph(run.verdict), Pairs(tuple(chips), chips=True)]
     blocks += _incidents(run, found) if found or tone == "bad" else []
-    # Samples come second; where there are none, at the end.
+    # Samples come second; if there are none, at the end.
     samples = [*_samples(pictures, left_out)]
     has_samples = bool(pictures or left_out)
     blocks += samples if has_samples and found else []
@@ -136,7 +136,7 @@ def _curves(run: RunFacts) -> Iterator[Block]:
     yield Paragraph(Span(skipped if run.recorded.skipped else "Hover over a curve for its numbers.", "dim"))
     yield from charts
     if lost := not_finite(run):
-        yield Paragraph(Span(f"In no step was there a finite number for: {', '.join(lost)}.", "warn"))
+        yield Paragraph(Span(f"No step has a finite value of: {', '.join(lost)}.", "warn"))
 
 
 def _examine(run: RunFacts) -> Command:
@@ -186,7 +186,7 @@ def _model(run: RunFacts) -> Iterator[Block]:
         yield Paragraph("Which module computes in which format was not recorded.")
         yield _examine(run)
         return
-    device = text(audit.get("device"), 200) or "a device that is not named"
+    device = text(audit.get("device"), 200) or "an unnamed device"
     how = f"One step of the recipe's model on {device}, with random weights. Hover over a module for its shares."
     yield Paragraph(f"{text(audit.get('verdict'), 400)}.")
     yield from charts
@@ -209,7 +209,7 @@ def _headroom(run: RunFacts) -> Iterator[Block]:
     parts: list[tuple[Block, ...]] = []
     chart = charts_of(headroom_of(run))
     if chart:
-        how = "While it trained: the bits between the largest output of the tightest module and the end of its format."
+        how = "During training: the bits between the largest output of the tightest module and the end of its format."
         tightest = sorted(run.recorded.headroom.items(), key=lambda item: item[1].value)[:MOST_MODULES]
         lines = [(module, f"{point.value:.1f}", f"{point.attempt:,}") for module, point in tightest]
         columns = (Column("Module"), Column("Least bits left", "right"), Column("At step", "right"))
@@ -254,4 +254,4 @@ def outlook_blocks(found: Outlook) -> Iterator[Block]:
         lines = tuple((one.what, Span(one.level, _LEVELS.get(one.level, "warn")), one.evidence) for one in found.risks)
         yield Table((Column("Risk"), Column("Level"), Column("Evidence")), lines)
     else:
-        yield Paragraph(Span("Nothing was recorded that tells of a risk.", "dim"))
+        yield Paragraph(Span("No risk was recorded.", "dim"))

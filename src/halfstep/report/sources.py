@@ -27,7 +27,7 @@ Source = Union[RunFacts, "BenchFacts", "PlanFacts"]
 def read_sources(paths: Sequence[Path]) -> list[Source]:
     """Return the contents of each path, in the given order.
 
-    Raises BadData where a path is none of a run, a bench and a plan, and WrongUse for too many of them.
+    Raises BadData if a path is none of a run, a bench and a plan, and WrongUse for too many of them.
     """
     if len(paths) > MOST:
         raise WrongUse(f"{len(paths)} runs on one page", allowed=f"up to {MOST}", do="make several reports")
@@ -35,7 +35,7 @@ def read_sources(paths: Sequence[Path]) -> list[Source]:
 
 
 def read_source(path: Path) -> Source:
-    """Return the run, bench or plan at a path; raise BadData where it is none of these, or cannot be read."""
+    """Return the run, bench or plan at a path; raise BadData if it is none of these, or cannot be read."""
     if path.is_dir():
         if (path / RECIPE).is_file():
             return read_run(path)

@@ -24,7 +24,7 @@ class VerifiedData:
     """The data of a run, compared with its newest checkpoint and its index."""
 
     shards: int
-    """Shards that were read whole; 0 where the data has no index."""
+    """Shards that were read whole; 0 if the data has no index."""
     samples: int
     bytes: int
     changes: list[str]

@@ -119,7 +119,7 @@ def _counted(task: Task) -> str:
 
 
 def classes_of(task: Task, many: int) -> list[str]:
-    """Return the class names; numbers where a task has no signature."""
+    """Return the class names; numbers if a task has no signature."""
     try:
         return task.signature().classes
     except LeftOut:

@@ -73,7 +73,7 @@ class Evaluation(ShownAsPage, JsonResult):
     """None for a task without classes."""
     findings: tuple[Finding, ...]
     written: tuple[Path, ...] = ()
-    """The tables and the picture that were asked for."""
+    """The tables and the picture that were requested."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, the figures among the others."""
@@ -94,7 +94,7 @@ class Evaluation(ShownAsPage, JsonResult):
 
 
 def figure_text(value: object, form: str = ".4f") -> str:
-    """Return a figure with its digits; a dash where it is undefined."""
+    """Return a figure with its digits; a dash if it is undefined."""
     return "-" if value is None else in_line(value) if isinstance(value, str) else format(value, form)
 
 
@@ -149,12 +149,12 @@ def _confusion(report: ClassFigures) -> tuple[Block, ...]:
 
 def _mistakes(report: ClassFigures) -> tuple[Block, ...]:
     if not report.mistakes:
-        return (Paragraph("nothing was taken for anything else", gap=True),)
+        return (Paragraph("nothing was confused", gap=True),)
     rows = tuple(
         f"{_short(one.truth)} for {_short(one.answer)}: {one.count:,} {report.counted}, {one.share:.1%} of its own"
         for one in report.mistakes[:MOST_MISTAKES]
     )
-    return Paragraph("most often taken for another:", gap=True), Items(rows)
+    return Paragraph("most frequent confusions:", gap=True), Items(rows)
 
 
 def _worst(rows: Sequence[Columns]) -> tuple[Block, ...]:

@@ -35,9 +35,9 @@ def evaluate(
 
     Args:
         run: The folder of a run.
-        data: A folder of labeled data, laid out as the training data were; the run's validation data if left out.
+        data: A folder of labeled data, laid out like the training data; the run's validation data if left out.
         weights: `best`, `last`, or a .safetensors file.
-        precision: Another precision than the run's.
+        precision: The precision. Default: the run's.
         csv: A file for a row per sample; classes and confusion are written next to it.
         picture: A .png file for the confusion, the classes, and the worst and typical samples.
         samples: Samples in the picture.
@@ -82,7 +82,7 @@ def _table_files(table: Path) -> tuple[Path, ...]:
 
 
 def _check_files(tables: Sequence[Path], picture: Path | None, overwrite: bool) -> None:
-    """Raise `WrongUse` or `FolderTaken` for unusable output files before anything is computed."""
+    """Raise `WrongUse` or `FolderTaken` for unusable output files before the first operation."""
     if picture is not None and picture.suffix.lower() != ".png":
         raise WrongUse(
             option_with("picture", picture),
@@ -108,7 +108,7 @@ def _write_files(
             do=advice("leave it out, or write --json", "leave it out"),
         )
     with storing(
-        "what was asked for cannot be written",
+        "the requested output cannot be written",
         allowed="a place that this user can write to, with room for it",
         do=f"give another name to {advice('--csv or --picture', 'csv or picture')}",
     ):

@@ -16,7 +16,7 @@ from halfstep.runs.resolve import resolved_recipe
 def explain_order(found: RawRecipe, folder: str) -> OrderFacts:
     """Return the order of a recipe with these shards on one device.
 
-    Raises BadData where there are no shards or no index of them, and BadRecipe for a task that reads none.
+    Raises BadData if there are no shards or no index of them, and BadRecipe for a task that reads none.
     """
     recipe = resolved_recipe(found, {"data.name": "shards", "data.path": folder}).recipe
     is_stored, root = is_address(recipe.data.path), recipe.data.path

@@ -61,7 +61,7 @@ class Exported:
     """The weights file or the checkpoint they come from."""
     averaged: bool
     step: int | None
-    """Updates attempted before; None where the run's journal does not record it."""
+    """Updates attempted before; None if the run's journal does not record it."""
     epoch: int | None
     """The epoch they were trained in, counted from 1."""
     value: float | None
@@ -72,7 +72,7 @@ class Exported:
         return str(getattr(self.task.recipe.model, "name", type(self.model).__name__))
 
     def signature(self) -> Signature | None:
-        """Return inputs and outputs of the model; None where its task has no signature."""
+        """Return inputs and outputs of the model; None if its task has no signature."""
         try:
             return self.task.signature()
         except LeftOut:
@@ -118,7 +118,7 @@ def chosen_weights(folder: Path, task: Task, which: str | None, average: bool | 
     has = task.recipe.train.ema is not None
     if average and not has:
         ema = option("ema")
-        raise WrongUse(f"{ema} for a run that kept no average", allowed="a run with train.ema", do=f"leave {ema} out")
+        raise WrongUse(f"{ema} for a run without an average", allowed="a run with train.ema", do=f"leave {ema} out")
     averaged = has if average is None else average
     chosen = which or ("best" if is_finished(folder) else CHECKPOINT)
     if chosen == "best" and has and not averaged:
@@ -180,7 +180,7 @@ def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
 
 
 def newest_checkpoint(folder: Path) -> CheckpointDir:
-    """Return the newest checkpoint of a run that is intact; raise NoCheckpoint or BadData where there is none."""
+    """Return the newest checkpoint of a run that is intact; raise NoCheckpoint or BadData if there is none."""
     try:
         verdict, _ = newest_intact(folder / CHECKPOINTS)
     except NoCheckpoint as error:
@@ -202,7 +202,7 @@ def _put(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], generation: Che
         raise StateMismatch(
             f"{generation.name} does not fit the model: {', '.join(unlike[:5])}{', ...' if len(unlike) > 5 else ''}",
             allowed=f"the model that was trained; this one has {len(own)} tensors",
-            do="bring the task and the packages back that the run was trained with",
+            do="restore the task and the packages of the training",
         )
     with torch.no_grad():
         for name, tensor in own.items():
@@ -283,7 +283,7 @@ def _down(length: int, multiple: int) -> int:
 
 @torch.no_grad()
 def checked(model: nn.Module, written: Written, signature: Signature, images: list[Tensor], source: str) -> Checked:
-    """Compare file and model in all sizes the file accepts. Raise `WrongUse` where they differ."""
+    """Compare file and model in all sizes the file accepts. Raise `WrongUse` if they differ."""
     difference, scale, same, decided = 0.0, 0.0, 0, 0
     inputs = _inputs(signature, images, written)
     for batch in inputs:
@@ -297,8 +297,7 @@ def checked(model: nn.Module, written: Written, signature: Signature, images: li
     # Negated, so that a NaN difference fails too.
     if not difference <= FARTHEST * max(scale, 1.0) or found.agreement < ENOUGH:
         raise WrongUse(
-            f"the file computes something else than the model: {difference:.2g} apart, "
-            f"{found.agreement:.2%} of the same class",
+            f"the file and the model disagree: {difference:.2g} apart, {found.agreement:.2%} of the same class",
             allowed=f"at most {FARTHEST:g} of the largest number, and {ENOUGH:.1%} of the same class",
             do=f"write {option_with('format', 'safetensors')}",
         )
@@ -340,9 +339,9 @@ LARGEST_ONNX = 2 * 10**9
 def write(
     found: Exported, file: Path, format: str, notes: Mapping[str, str], on_progress: OnProgress = no_progress
 ) -> Checked | None:
-    """Replace `file` once it is verified; return the comparison, None where the task has no signature.
+    """Replace `file` once it is verified; return the comparison, None if the task has no signature.
 
-    An error leaves the old file in place. Raise `WrongUse` where a format cannot hold the model.
+    An error leaves the old file in place. Raise `WrongUse` if a format cannot hold the model.
     """
     signature = found.signature()
     if signature is None:
@@ -372,9 +371,9 @@ def _code_checked(found: Exported, signature: Signature, draft: Path, format: st
 def _weights_alone(found: Exported, file: Path, format: str, notes: Mapping[str, str]) -> None:
     if format != "safetensors":
         raise WrongUse(
-            f"{option_with('format', format)} for the task {found.task.recipe.task}, which does not say what its model "
-            "takes",
-            allowed="segmentation, classification, or a task of your own with a `signature`",
+            f"{option_with('format', format)} for the task {found.task.recipe.task}, which does not describe its "
+            "model's input",
+            allowed="segmentation, classification, or your own task with a `signature`",
             do=f"write {option_with('format', 'safetensors')}: its weights alone",
         )
     tensors = as_saved(found.model)

@@ -86,7 +86,7 @@ def _meaning(report: ExportReport) -> list[str]:
     """Return lines about input and output, which the file's metadata contains too."""
     taken, classes = report.preprocessing, report.classes or []
     if taken is None:
-        return ["its task does not say what the model takes: the file has the weights alone"]
+        return ["its task does not describe the model's input: the file has only the weights"]
     size = f"longer side at most {taken.max_side}, " if taken.max_side else ""
     size += f"shorter side to {taken.resize}, middle {taken.crop} × {taken.crop}, " if taken.resize else ""
     mean, std = ([round(value, 4) for value in values] for values in (taken.mean, taken.std))

@@ -49,8 +49,8 @@ def export(
         format: `safetensors`, `onnx` or `torch_export`; if left out, as `out` ends, else `safetensors`. A language
             model: `transformers`, its default, a folder that transformers loads.
         weights: `best`, `last` or `checkpoint`; if left out, the best of a finished run, else the newest checkpoint.
-        ema: Averaged weights, or those that were trained; averaged if there are any.
-        overwrite: Replace the file where there is one.
+        ema: Averaged or trained weights. Default: averaged, if there are any.
+        overwrite: Replace an existing file.
         merge: Make an adapter a part of its base's weights.
         task: The class of a task of your own, or its file.
 
@@ -235,7 +235,7 @@ def _refuse(folder: Path, file: Path, format: str, overwrite: bool) -> None:
     if file.parent != folder and not os.path.lexists(file.parent):
         raise FolderTaken(
             f"{option_with('out', file)}: there is no folder {file.parent}",
-            allowed="a file in a folder that is there",
+            allowed="a file in an existing folder",
             do=f"make the folder, or {option_with('out', f'{folder / FILE}{SUFFIXES[format]}')}",
         )
     replaced = advice("--force", option("overwrite"))

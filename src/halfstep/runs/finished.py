@@ -73,7 +73,7 @@ class TrainedModel(ShownAsPage):
             with self.choice.precision.inference(self.device):
                 return self.task.predict(self.model, image.to(self.device))
         except LeftOut:
-            raise WrongUse(f"the model of {self.folder} says nothing about images", allowed=allowed, do=do) from None
+            raise WrongUse(f"the model of {self.folder} does not take images", allowed=allowed, do=do) from None
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Finished(TrainedModel):
 def open_finished(folder: Path, *, weights: str, precision: str | None, own: type[Task] | None) -> Finished:
     """Load a run with its `best` or `last` weights or a file, in its own precision or another.
 
-    Raise `BadData` where the weights are missing or non-finite.
+    Raise `BadData` if the weights are missing or non-finite.
     """
     task = task_of(folder, own)
     recipe = task.recipe
@@ -135,7 +135,7 @@ def _remedies(folder: Path) -> Remedies:
 
 
 def model_with(task: Task, weights: Path) -> nn.Module:
-    """Return the model of a task with the weights of a file. Raise `BadData` where they are missing or non-finite."""
+    """Return the model of a task with the weights of a file. Raise `BadData` if they are missing or non-finite."""
     if weights.name == BEST and not weights.is_file() and weights.with_name(LAST).is_file():
         raise BadData(
             f"no weights at {weights}: no evaluation of the run was finite",
@@ -181,7 +181,7 @@ def elsewhere(finished: Finished, place: Path) -> Finished:
     try:
         task.source("val")
     except BadData as error:
-        do = f"lay {place} out as the training data were, or give a folder inside it"
+        do = f"lay {place} out like the training data, or give a folder inside it"
         raise BadData(error.given, allowed=error.allowed, do=do) from None
     return replace(finished, recipe=recipe, task=task)
 
@@ -205,14 +205,14 @@ def _check(place: Path, finished: Finished) -> None:
     if not place.is_dir():
         raise BadData(
             f"{place} is {'no folder' if place.exists() else 'not there'}",
-            allowed="a folder of labeled samples, laid out as the training data were",
+            allowed="a folder of labeled samples, laid out like the training data",
             do=f"{_evaluate_call(finished, 'FOLDER')}, or without FOLDER for its own validation data",
         )
     # A class may be called test or val as well.
     splits = [name for name in ("test", "val") if (place / name).is_dir()]
     if splits and not set(splits) & set(finished.task.facts().get("classes", ())):
         raise BadData(
-            f"{place} holds the folder {splits[0]}, which is a separate set",
+            f"{place} contains the folder {splits[0]}, which is a separate set",
             allowed="the folder of one set",
             do=_evaluate_call(finished, place / splits[0]),
         )

@@ -98,7 +98,7 @@ def fit(
         if finished is None:
             raise
     if not quiet and distributed.rank() == 0:
-        say(f"{finished.dir} holds this run, already finished: nothing was trained; fit(..., new=True) trains it again")
+        say(f"{finished.dir} contains this run, finished: nothing was trained; fit(..., new=True) trains it again")
     return finished
 
 
@@ -262,7 +262,7 @@ def _end_lost(status: RankStatus, reason: str) -> None:
 
 
 def _ended_without_folder(folder: Path, beat: Beat) -> Beat:
-    """Return `beat`, which also raises FolderLost where a heartbeat found that the folder is no longer the run's."""
+    """Return `beat`, which also raises FolderLost if a heartbeat found that the folder is no longer the run's."""
 
     owner = owner_of(folder)
 
@@ -278,7 +278,7 @@ def _ended_without_folder(folder: Path, beat: Beat) -> Beat:
 
 @contextmanager
 def _lost_folder_named(folder: Path) -> Iterator[None]:
-    """Raise FolderLost in place of RankFailed where the folder is lost: the other rank ended for that reason."""
+    """Raise FolderLost instead of RankFailed where the folder is lost: the other rank ended for that reason."""
     try:
         yield
     except RankFailed as error:

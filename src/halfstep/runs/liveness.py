@@ -55,7 +55,7 @@ class RunLiveness(NamedTuple):
     code: int
     why: str
     restartable: bool
-    """Whether the same command goes on, where the run ended."""
+    """Whether the same command continues, where the run ended."""
     ranks: list[RankLiveness]
 
 

@@ -19,13 +19,13 @@ class Loaded(TrainedModel):
 
     @property
     def signature(self) -> Signature:
-        """Return inputs and outputs of the model. Raise `WrongUse` where its task has no signature."""
+        """Return inputs and outputs of the model. Raise `WrongUse` if its task has no signature."""
         try:
             return self.task.signature()
         except LeftOut:
             raise WrongUse(
-                f"what the model of {self.folder} takes, which its task {self.task.recipe.task} does not say",
-                allowed="segmentation, classification, or a task of your own with a `signature`",
+                f"the input of the model of {self.folder}, which its task {self.task.recipe.task} does not describe",
+                allowed="segmentation, classification, or your own task with a `signature`",
                 do="use .predict(image), or .task and .model",
             ) from None
 

@@ -57,13 +57,13 @@ class CodeChecked:
     source: str
     """The origin of the files, in words."""
     agreement: float | None
-    """The share of pixels, or of images, with the same class; None where the code was not run."""
+    """The share of pixels, or of images, with the same class; None if the code was not run."""
     not_run: str | None = None
     """Why the code was not run, in words."""
 
 
 def check_code(task: Task, model: nn.Module, signature: Signature, code: Code) -> CodeChecked:
-    """Run the code on validation images as they are stored. Raise `WrongUse` where it fails or predicts otherwise."""
+    """Run the code on validation images as they are stored. Raise `WrongUse` if it fails or predicts otherwise."""
     with tempfile.TemporaryDirectory(prefix="halfstep-export-") as folder:
         files, source = image_files_of(task, signature, Path(folder))
         channels = signature.preprocessing.channels
@@ -88,7 +88,7 @@ def check_code(task: Task, model: nn.Module, signature: Signature, code: Code) -
 
 
 def run_code(texts: list[str], signature: Signature, folder: Path) -> list[Array]:
-    """Run each text and return what it left: its `mask`, or its `chances`. Raise `WrongUse` where one fails."""
+    """Run each text and return what it left: its `mask`, or its `chances`. Raise `WrongUse` if one fails."""
     name = "mask" if signature.answer == "mask" else "chances"
     place = folder / "answers.npz"
     # Absolute, because the process has another working folder: a file there must not be imported by accident.

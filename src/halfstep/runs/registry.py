@@ -68,7 +68,7 @@ def task_options(name: str) -> Any:
 def task_from_file(path: str | Path) -> tuple[type[Task], str]:
     """Return the task in a user's file, and the SHA-256 of the source that was executed.
 
-    Raise `WrongUse` where the file cannot be executed or does not define exactly one task.
+    Raise `WrongUse` if the file cannot be executed or does not define exactly one task.
     """
     path = Path(path)
     # Read once, so that the digest is that of the executed source even if the file changes meanwhile.

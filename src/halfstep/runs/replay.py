@@ -71,7 +71,7 @@ def replay(
     Args:
         run: The folder of a run, or of one failed step of it.
         attempt: Which failed step; the newest that is intact if left out.
-        precision: Another precision than the step's.
+        precision: The precision of the replay. Default: the step's.
         task: The class of a task of your own, or its file.
 
     Returns:
@@ -84,8 +84,8 @@ def replay(
     folder, found = _recorded(Path(os.path.expanduser(run)))
     if not found:
         raise BadData(
-            f"{folder} has no failed step on record",
-            allowed="a run whose guard looked into a step",
+            f"{folder} has no recorded failed step",
+            allowed="a run whose guard diagnosed a step",
             do=advice(f"halfstep replay {folder} --list", f'halfstep.failed_steps("{folder}") says why'),
         )
     asked = read_precision(precision).name if precision else None
@@ -205,14 +205,14 @@ class Replayed:
 def open_recorded(record: Record, *, precision: str | None, own: type[Task] | None) -> Replayed:
     """Load the step of `record`, in its own precision or another.
 
-    Raise `BadData` where the record has no tensors.
+    Raise `BadData` if the record has no tensors.
     """
     step = record.step
     if step.without:
         raise BadData(
             f"attempt {step.report.attempt:,} was recorded without its tensors: {step.without}",
-            allowed="a step whose weights and batch were kept",
-            do=f"read what the run said about it: {advice('add --list', 'halfstep.failed_steps(RUN)')}",
+            allowed="a step with recorded weights and batch",
+            do=f"read the run's report of it: {advice('add --list', 'halfstep.failed_steps(RUN)')}",
         )
     run = run_of(record.path)
     task = task_of(run, own)
@@ -334,7 +334,7 @@ def _tried(
 
 
 def _verdict(replayed: Replayed, attempt: StepInputs, first: TrialOutcome) -> Verdict | None:
-    """Return None where the step is finite in the precision it ran in, unless a guard skipped it for another reason."""
+    """Return None if the step is finite in the precision it ran in, unless a guard skipped it for another reason."""
     recorded, precision = replayed.record.step, replayed.choice.precision
     reason = recorded.report.reason or ""
     judge = functools.partial(
@@ -365,7 +365,7 @@ def _try_island(replayed: Replayed, attempt: StepInputs, verdict: Verdict, round
 def _remedy(
     verdict: Verdict | None, replayed: Replayed, run: Path, task: type[Task] | str | os.PathLike[str] | None
 ) -> tuple[str, str]:
-    """Return the remedy in words, and the command that applies it, which is empty where there is none to type."""
+    """Return the remedy in words, and the command that applies it, which is empty if there is none to type."""
     record, recipe, precision = replayed.record, replayed.recipe, replayed.choice.precision.name
     if verdict is None and precision != record.step.precision:
         # Finite in another precision: that precision is the fix.
@@ -376,7 +376,7 @@ def _remedy(
     lr = lower_lr(recipe.optimizer.lr, record.step.history.rates, recipe_lr(str(begun.get("command", ""))))
     kind, words, setting = advise(verdict or record.step.verdict, lr)
     if kind == "skip" and is_finished(run):
-        return f"{words}; this run went on without the batch", ""
+        return f"{words}; this run continued without the batch", ""
     if setting == REPAIR and recipe.guard.mode == "repair":
         words, setting = words if kind == "skip" else f"{words}: the run did so already", ""
     return words, _resume_command(record, run, setting, task)

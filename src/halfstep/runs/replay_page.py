@@ -68,7 +68,7 @@ class FailedStepList(ShownAsPage):
             why = "A step is recorded when the guard diagnoses it, and no step of this run needed that."
             if self.guard == "off":
                 why = "Its recipe says `guard: off`, and then nothing is recorded; `--guard watch` would."
-            none = Paragraph(f"{self.run} has no failed step on record.")
+            none = Paragraph(f"{self.run} has no recorded failed step.")
             return Page(title, (none, Paragraph(Span(why, "dim"), indent=True)))
         blocks: list[Block] = []
         for row in self.failed_steps:
@@ -114,7 +114,7 @@ class ReplayReport(ShownAsPage):
     precision: str
     device: str
     verdict: Verdict | None = None
-    """None where the step is finite here."""
+    """None if the step is finite here."""
     same_culprit: bool | None = None
     """Whether the origin is the recorded one."""
     reruns: tuple[Rerun, ...] = ()

@@ -68,12 +68,12 @@ def resolved_recipe(found: RawRecipe, settings: Settings = (), *, schema: Any = 
 
 
 def _refuse_outside(metrics: bool | str) -> None:
-    """Raise BadRecipe where a recipe itself names a metrics file outside of the run's folder: it may be anyone's."""
+    """Raise BadRecipe if a recipe itself names a metrics file outside of the run's folder: it may be anyone's."""
     if isinstance(metrics, str) and (Path(metrics).is_absolute() or ".." in Path(metrics).parts):
         raise BadRecipe(
             f"the recipe writes {METRICS_FILE} to {metrics}, outside of the run's folder",
             allowed="true, or a path in the run's folder; any path from the command line",
-            do=f"take it out of the recipe, and type {METRICS_FILE}={metrics} after it",
+            do=f"remove it from the recipe, and type {METRICS_FILE}={metrics} after it",
         )
 
 
@@ -225,8 +225,8 @@ def _check_data(data: Any) -> None:
     if not place.exists():
         raise BadData(
             f"data.path is {data.path}, and there is nothing at {place.absolute()}",
-            allowed="a folder that is there",
-            do="give the folder that holds your data: --data_dir FOLDER",
+            allowed="an existing folder",
+            do="give the folder with your data: --data_dir FOLDER",
         )
 
 

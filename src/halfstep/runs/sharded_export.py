@@ -200,7 +200,7 @@ def write_layout(weights: StoredWeights, folder: Path, most: int, notes: Mapping
     BadData for weights that are not finite, and FileExistsError where the folder exists.
     """
     if folder.exists():
-        raise FileExistsError(errno.EEXIST, "it is there already")
+        raise FileExistsError(errno.EEXIST, "it exists already")
     draft = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     shards = shared_out(weights.likes, most)
     names = [WHOLE] if len(shards) == 1 else [SHARD.format(n + 1, len(shards)) for n in range(len(shards))]

@@ -154,7 +154,7 @@ def _forward(format: str) -> str:
 
 
 def class_to_build(model: Any, format: str) -> str | None:
-    """Return the name of the class that the code leaves to the user; None where it builds the model, or needs none."""
+    """Return the name of the class that the code leaves to the user; None if it builds the model, or needs none."""
     theirs = type(model).__module__.partition(".")[0] in ("timm", "segmentation_models_pytorch")
     return None if format != "safetensors" or theirs or type(model) is UNet else type(model).__name__
 

@@ -158,7 +158,7 @@ def _size(generation: CheckpointDir) -> int:
 
 
 def _damage(folder: Path, result: VerifiedRun) -> HalfstepError | None:
-    """Return the error for missing or corrupt checkpoints, with what a resume would do; None where all are intact."""
+    """Return the error for missing or corrupt checkpoints, with what a resume would do; None if all are intact."""
     if not result.verdicts:
         return NoCheckpoint(
             f"{folder} has no checkpoints",
@@ -171,7 +171,7 @@ def _damage(folder: Path, result: VerifiedRun) -> HalfstepError | None:
         return None
     if not whole:
         return NoCheckpoint(
-            f"none of the {len(damaged)} checkpoints is whole"
+            f"none of the {len(damaged)} checkpoints is intact"
             if len(damaged) > 1
             else "the only checkpoint is damaged",
             allowed="at least one intact checkpoint; without one a resume is refused",
@@ -189,12 +189,12 @@ def _what_a_resume_does(folder: Path, result: VerifiedRun) -> str:
 
     newest = next(one for one in result.verdicts if one.problem is None).generation
     if is_finished(folder):
-        return "nothing, if you need the weights only: the run is finished, and nothing goes on from its checkpoints"
+        return "nothing, if you need only the weights: the run is finished, and no resume needs its checkpoints"
     if result.verdicts[0].problem is None:
-        return f"nothing has to be done for a resume: it goes on from {newest.name}, the newest, which is whole"
+        return f"nothing, for a resume: it continues from {newest.name}, the newest, which is intact"
     lost = result.verdicts[0].generation.attempt - newest.attempt
     again = f", and does at least {several(lost, 'step')} again" if lost else ""
-    return f"start the run with the same command: it goes on from {newest.name} (step {newest.attempt:,}){again}"
+    return f"start the run with the same command: it continues from {newest.name} (step {newest.attempt:,}){again}"
 
 
 def _described(folder: Path, result: VerifiedRun, error: HalfstepError | None, proof: Proof | None) -> VerifyReport:
@@ -228,9 +228,9 @@ def _other_data(found: VerifiedData) -> BadData | None:
     if not found.changes:
         return None
     return BadData(
-        "\n    ".join(["the data is not what the run began with:", *found.changes[:MOST_CHANGES]]),
+        "\n    ".join(["the data has changed since the run began:", *found.changes[:MOST_CHANGES]]),
         allowed="the data that the run started with",
-        do="bring it back from a copy; halfstep verify RUN --data --json lists all changes",
+        do="restore it from a copy; halfstep verify RUN --data --json lists all changes",
     )
 
 
@@ -273,7 +273,7 @@ def _not_exact(proof: Proof) -> NotExact | None:
     lines = [str(one) for one in (proof.loss, proof.state) if one is not None]
     title = f"{proof.steps} + {proof.steps} steps are not {2 * proof.steps} steps:"
     if not proof.repeatable:
-        title = f"the same {proof.steps} steps came out in two ways, before anything was resumed:"
+        title = f"the same {proof.steps} steps gave two results, even before a resume:"
     return NotExact(
         "\n    ".join([title, *lines]),
         allowed="random numbers from torch, numpy.random and random, which a checkpoint keeps; kernels that repeat",

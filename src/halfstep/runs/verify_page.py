@@ -39,7 +39,7 @@ class ReadSpeed:
     """Bytes that were found as written."""
     seconds: float
     bytes_per_second: float | None
-    """None where the time is too short for a throughput."""
+    """None if the time is too short for a throughput."""
     limited_by: str | None
     seconds_hashing: float
     seconds_copying: float
@@ -64,10 +64,10 @@ class VerifyReport(ShownAsPage):
     error: HalfstepError | None = None
     """The problem and the fix; None if every checkpoint is intact and, if it was proven, a resume is exact."""
     proof: Proof | None = None
-    """The comparison of k + k steps with 2k; None where it was not asked for, or a checkpoint is damaged."""
+    """The comparison of k + k steps with 2k; None if it was not requested, or a checkpoint is damaged."""
 
     data: VerifiedData | None = None
-    """The data of the run, compared; None where it was not asked for, or a checkpoint is damaged."""
+    """The data of the run, compared; None if it was not requested, or a checkpoint is damaged."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, without the error, with which the command ends."""
@@ -98,7 +98,7 @@ class VerifyReport(ShownAsPage):
         for name in self.set_aside:
             words = (
                 f"{in_line(name)} was set aside by an earlier launch: it was damaged, or the guard found its weights "
-                "spoilt; it is not used, and may be deleted"
+                "bad; it is not used, and may be deleted"
             )
             blocks.append(Paragraph(Span(words, "dim"), wrap=False))
         if self.speed.bytes:
@@ -112,7 +112,11 @@ class VerifyReport(ShownAsPage):
 
 def _data_line(found: VerifiedData) -> Paragraph:
     if not found.shards:
-        words = ("data: ", Span("as the newest checkpoint has it", "good"), "; it has no index, and was not read whole")
+        words = (
+            "data: ",
+            Span("as the newest checkpoint has it", "good"),
+            "; without an index, it was not read completely",
+        )
         return Paragraph(words, wrap=False)
     counts = f": {several(found.samples, 'sample')} in {several(found.shards, 'shard')}, {size(found.bytes)}"
     return Paragraph(("data: ", Span("as it was indexed", "good"), counts), wrap=False)

@@ -7,13 +7,13 @@ from typing import Any, TypedDict
 PARTS = {
     "transaction": "a skipped step changes no tensor, an applied one updates them, an error in the loss is rolled back",
     "scale": "fp16: the loss scale cancels out in the update, falls on an overflow, rises after clean steps",
-    "observed": "the first step runs in the precision that was asked for; one that does not is refused",
+    "observed": "the first step runs in the requested precision; a step that does not is refused",
     "probe": "every native format runs forward and backward; what `auto` chooses is one of them",
     "memory": "`estimate` against the allocator of this device, in fp32 and in what `auto` chooses",
     "overhead": "a step against the same step written by hand, interleaved",
     "replay": "an overflow of fp16 and a logarithm of 0 are planted: the diagnosis names their operation and module",
     "parity": "120 updates in 16 bits and in fp32 over 5 seeds: the validation loss is the same by `bench`'s own test",
-    "plan": "a plan of a few seconds: what it chooses was measured, is native and trains as fp32 does",
+    "plan": "a plan of a few seconds: its choice was measured, is native and trains as fp32 does",
     "resume": "a run is saved half-way and resumed by a new build: every loss and tensor is bitwise an unbroken run's",
     "ranks": "several ranks: a NaN or an error on one skips or fails the step on all, and all keep the same weights",
 }

@@ -50,7 +50,7 @@ def end_page(report: dict[str, Any], file: Path | None) -> Page:
     if counts[FAILED]:
         blocks.append(Paragraph(_advice(counts[FAILED], file), indent=True))
     if "HALFSTEP_CPUINFO" in report.get("settings", {}):
-        blocks.append(Paragraph("HALFSTEP_CPUINFO is set: the CPU was described by a file, not by itself"))
+        blocks.append(Paragraph("HALFSTEP_CPUINFO is set: the CPU is described by a file, not measured"))
     return Page("self-test", tuple(blocks))
 
 

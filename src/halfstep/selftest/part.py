@@ -32,7 +32,7 @@ class PartContext:
 
     described: Device
     folder: Path | None = None
-    """A folder that may be written; None where there is none."""
+    """A folder that may be written; None if there is none."""
 
     @property
     def device(self) -> torch.device:

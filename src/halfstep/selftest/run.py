@@ -111,7 +111,7 @@ def _row(name: str, result: str, seconds: float, *, figure: str = "", error: str
 
 @contextmanager
 def _folder() -> Iterator[Path | None]:
-    """Yield a folder for what the parts write, and remove it; None where no temporary folder can be written."""
+    """Yield a folder for what the parts write, and remove it; None if no temporary folder can be written."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="halfstep-selftest-"))
     except OSError:

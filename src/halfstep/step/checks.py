@@ -95,7 +95,7 @@ def batch_written(paths: Sequence[str]) -> Finding:
         "batch.written",
         "note",
         f"the step changes its batch in place: {', '.join(f'batch{path}' for path in dict.fromkeys(paths))}",
-        "x = x * 2 in place of x.mul_(2): a skipped step does not restore the batch, and a rerun would change it again",
+        "x = x * 2 instead of x.mul_(2): a skipped step does not restore the batch, and a rerun would change it again",
     )
 
 
@@ -110,7 +110,7 @@ def rebound(names: Sequence[str]) -> Finding:
 
 
 def check_surroundings(device: torch.device) -> None:
-    """Raise WrongUse where a step could not learn: inside autocast, no_grad or inference_mode."""
+    """Raise WrongUse if a step could not learn: inside autocast, no_grad or inference_mode."""
     # Casts of weights are cached until the outermost autocast ends, so later steps would compute with old weights.
     if torch.is_autocast_enabled(device.type):
         raise WrongUse(
@@ -121,7 +121,7 @@ def check_surroundings(device: torch.device) -> None:
     if not torch.is_grad_enabled():
         raise WrongUse(
             "a step under torch.no_grad() or inference_mode()",
-            allowed="a step where gradients are recorded",
+            allowed="a step with recorded gradients",
             do="move the training loop out of it",
         )
 
@@ -170,7 +170,7 @@ def check_foreign_calls(weights_moved: bool, gradients_moved: bool) -> None:
         raise WrongUse(
             "gradients that changed between backward() and apply(), where they still carry the loss scale",
             allowed="gradients as backward left them; this window is dropped",
-            do="Stepper(..., clip_norm=1.0) in place of clip_grad_norm_, or on_gradients=fn for other edits",
+            do="Stepper(..., clip_norm=1.0) instead of clip_grad_norm_, or on_gradients=fn for other edits",
         )
 
 
@@ -254,7 +254,7 @@ def _steps_an_optimizer(hook: Any) -> bool:
 def _check_belongs(name: str, owned: list[torch.Tensor], names: Mapping[int, str]) -> None:
     if not any(id(p) in names for p in owned):
         raise WrongUse(
-            f"optimizer {name!r} holds {len(owned)} parameters, none of them of this model",
+            f"optimizer {name!r} has {len(owned)} parameters, none of them of this model",
             allowed="an optimizer over parameters of the model that require a gradient",
             do="build the optimizer after the model is final: optim.AdamW(model.parameters())",
         )
@@ -264,7 +264,7 @@ def _check_there(trained: list[torch.Tensor], names: Mapping[int, str], ranks: i
     meta = [names.get(id(p), "?") for p in trained if p.is_meta]
     if meta:
         raise WrongUse(
-            f"{', '.join(meta[:5])} on the meta device, which holds no numbers",
+            f"{', '.join(meta[:5])} on the meta device, which stores no numbers",
             allowed="parameters on a device that computes",
             do="model.to_empty(device=...) and load the weights, then build the optimizer",
         )
@@ -274,7 +274,7 @@ def _check_there(trained: list[torch.Tensor], names: Mapping[int, str], ranks: i
         raise WrongUse(
             f"{foreign} parameters in the optimizer that are not the model's, on several processes",
             allowed="parameters of the model, whose gradients are synchronized",
-            do="make the module that holds them (a loss with weights, say) a part of the model",
+            do="make the module that contains them (a loss with weights, say) a part of the model",
         )
 
 
@@ -286,7 +286,7 @@ def _stale(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) ->
     foreign = len(held - {id(p) for p in model.parameters()})
     if not (left_out and foreign):
         return []
-    evidence = f"the optimizer holds {foreign} parameters of another model and leaves out {', '.join(left_out[:5])}"
+    evidence = f"the optimizer has {foreign} parameters of another model and leaves out {', '.join(left_out[:5])}"
     return [Finding("optimizer.stale", "warning", evidence, "build the optimizer after the model is final")]
 
 

@@ -126,7 +126,7 @@ def _check_sent(param: Any) -> None:
         weight.scale_by(weight.amax())  # of this shard alone: nothing is sent here
         formats = [each.dtype for each in param.all_gather_inputs]
         if formats != [torch.uint8]:
-            raise TypeError(f"FSDP2 sends {formats} in place of fp8")
+            raise TypeError(f"FSDP2 sends {formats} instead of fp8")
     except BaseException:
         param.__class__ = FSDPParam
         raise

@@ -231,7 +231,7 @@ def weighted(value: Tensor, divisor: float, scale: float) -> Tensor:
 
 
 def base_count(count: float, microbatches: int, ranks: int) -> float | None:
-    """Estimate the elements of a whole window from one micro-batch; None where nothing was counted."""
+    """Estimate the elements of a whole window from one micro-batch; None if nothing was counted."""
     everywhere = count * microbatches * ranks
     return everywhere if 0.0 < everywhere < math.inf else None
 

@@ -98,12 +98,12 @@ class Objective:
     def collect(self) -> None:
         """Collect the gradients that backward left; raise WrongUse if it reached no optimizer."""
         reached = any([slot.gradients.collect() for slot in self.slots])
-        # A rank without a batch has none where no other rank has a batch either.
+        # A rank without a batch has none if no other rank has a batch either.
         if not reached and self.loss.microbatches:
             raise WrongUse(
                 f"no parameter of optimizer {_names(self.slots)} has a gradient",
                 allowed="at least one parameter that the loss depends on",
-                do="build the optimizer from the parameters that are trained (after wrapping or freezing the model)",
+                do="build the optimizer from the trained parameters (after wrapping or freezing the model)",
             )
 
     def read(self, numbers: Iterator[float]) -> None:

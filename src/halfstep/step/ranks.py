@@ -104,7 +104,7 @@ class Ranks:
         self._set(f"{window}/rebuild", "")
 
     def rebuild_requested(self, window: int) -> bool:
-        """Return whether any rank asked for a rebuild after this window."""
+        """Return whether any rank requested a rebuild after this window."""
         return self._store is not None and bool(self._store.check([f"{window}/rebuild"]))
 
     def all_failed(self, window: int, place: str) -> bool:

@@ -46,7 +46,7 @@ class ReductionError:
         self._squares = both if self._squares is None else self._squares + both
 
     def read(self) -> float | None:
-        """Return the error of the step that was measured last, over all ranks, once; None where there is none.
+        """Return the error of the step that was measured last, over all ranks, once; None if there is none.
 
         Every rank must call this after the same steps.
         """

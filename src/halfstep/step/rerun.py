@@ -191,7 +191,7 @@ class ReplayConfig:
     precision: Precision
     islands: tuple[str, ...] = ()
     scale: float | None = None
-    """The loss scale in place of the step's own, or None."""
+    """The loss scale that replaces the step's own, or None."""
     compiled: bool = False
     """Whether compiled code runs as it did; then operations cannot be observed."""
     on_gradients: OnGradients | None = None

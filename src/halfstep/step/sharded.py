@@ -137,7 +137,7 @@ class Sharded(Synchronizer):
         if outside:
             raise WrongUse(
                 f"trainable parameters that FSDP2 does not hold: {', '.join(outside[:5])}",
-                allowed="every trainable parameter in fully_shard, which synchronizes what it holds",
+                allowed="every trainable parameter in fully_shard, which synchronizes its parameters",
                 do="fully_shard(model) without ignored_params, or freeze them",
             )
         self._groups = list(_groups(self.model))

@@ -138,7 +138,7 @@ def empty_scale(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
         raise WrongUse(
             f"optimizer state in blocks of {parameter.numel() // shape[0]} elements, of a parameter of shape "
             f"{tuple(parameter.shape)} in {parts} shards",
-            allowed="shards of equal size that end where blocks end",
+            allowed="shards of equal size that end at the end of a block",
             do="use a number of ranks that divides the rows, or world=ddp",
         )
     whole: Any = parameter

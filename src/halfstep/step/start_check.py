@@ -105,7 +105,9 @@ class StartCheck(JsonResult):
         """What a run reports: warnings, and that nothing was checked."""
         if self.not_checked:
             text = f"{self.precision} was not checked before the first update: {self.not_checked}"
-            return [Finding(NOT_CHECKED, "note", text, "nothing: the run goes on; train.check: false leaves it out")]
+            return [
+                Finding(NOT_CHECKED, "note", text, "nothing: the run continues; train.check: false turns the check off")
+            ]
         return [Finding(d.id, d.severity, d.evidence, d.fix) for d in self.deviations if d.severity != "error"]
 
     def refuse(self, *, but_for: str = "") -> None:
@@ -356,12 +358,12 @@ class _Judge:
             id, figure, severity = ZEROS if part.kind == RESULT else NO_GRADIENT, sums.zeros, "error"
             text = f"{share(figure)} of its products are zero, and not small in fp32"
             if part.kind == RESULT:
-                fix = f"clip or scale what it is given: one outlier sets the scale of a whole tensor; {fix}"
+                fix = f"clip or scale its input: one outlier sets the scale of a whole tensor; {fix}"
         elif abs(sums.slope) > limit and sums.signal > 0.1:
             figure, text = sums.slope, f"its products are {1.0 + sums.slope:.4g} times those of fp32"
         elif sums.error > _ERROR * units:
             figure = sums.error
-            text = f"its results are {share(figure)} from fp32's, where roundings explain {share(units)}"
+            text = f"its results are {share(figure)} from fp32's, and rounding explains {share(units)}"
         else:
             return None
         shown = {RESULT: _shown(path), INPUT: f"the gradient that {_shown(path)} returns"}
@@ -415,7 +417,7 @@ class _Judge:
         what, off = f"the output of {_shown(path)}", outputs[path]
         if self._choices:
             text = f"{self._choices[0]} between {self._name} and fp32, and {what} differs by {share(off)}"
-            fix = "nothing if these choices may be free; else compute what decides them in fp32 with island()"
+            fix = "nothing if these choices may differ; otherwise compute their inputs in fp32 with island()"
             return [Deviation(CHOICES, "warning", path, off, text, fix)]
         text = f"{what} is {share(off)} from fp32's, more than roundings to {self._name} explain"
         return [Deviation(OUTPUT, "warning", path, off, text, _keep_wide(path))]

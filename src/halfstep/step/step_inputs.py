@@ -145,7 +145,7 @@ class Reach(NamedTuple):
 
 
 class TensorNames:
-    """Names of tensors outside of modules, by who holds them; searched when one is asked for."""
+    """Names of tensors outside of modules, by who holds them; searched when one is requested."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
         self._roots = ("model", model), ("loss function", loss_fn)

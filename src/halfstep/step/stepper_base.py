@@ -141,7 +141,7 @@ class StepperBase:
             self._compute_in(choose_precision(precision, device=self.device))
         self._as_built = self.choice
         self.weights: NarrowWeights | None = None
-        """The weights that are stored in bf16; None where all are in fp32."""
+        """The weights that are stored in bf16; None if all are in fp32."""
         if weight_format is not None and weight_format != FP32.name:
             self._store_narrow(weight_format, gradient_sums, rounding_seed)
         self._losses = _losses(list(named), self.precision, loss_scale)
@@ -334,7 +334,7 @@ class StepperBase:
 
     @property
     def gathered_bytes(self) -> int | None:
-        """The bytes of weights that FSDP2 gathered on this rank in the last window; None where nothing is sharded."""
+        """The bytes of weights that FSDP2 gathered on this rank in the last window; None if nothing is sharded."""
         return self._synchronizer.gathered_bytes
 
     @property

@@ -68,7 +68,7 @@ def _cast_tables(model: nn.Module) -> Iterator[Finding]:
             "warning",
             f"frequencies of rotary positions are stored in {format}: {some(names)}; their rounding grows with the "
             "position",
-            "from_pretrained(..., dtype=...) in place of model.to(...), or cast parameters only: "
+            "from_pretrained(..., dtype=...) instead of model.to(...), or cast parameters only: "
             "for p in model.parameters(): p.data = p.data.to(...)",
         )
 
@@ -114,7 +114,7 @@ def _widened_base(model: nn.Module) -> Iterator[Finding]:
             "note",
             f"frozen matrices in fp32 next to a quantized base: {some([name for name, _ in wide])}; in 16 bits they "
             f"take {size(spare)} less",
-            "model.enable_input_require_grads() in place of prepare_model_for_kbit_training(model), which widens them",
+            "model.enable_input_require_grads() instead of prepare_model_for_kbit_training(model), which widens them",
         )
 
 

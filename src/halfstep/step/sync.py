@@ -39,7 +39,7 @@ class Synchronizer(ABC):
 
     @property
     def gathered_bytes(self) -> int | None:
-        """The bytes of weights that FSDP2 gathered in the last window; None where weights are not sharded."""
+        """The bytes of weights that FSDP2 gathered in the last window; None if weights are not sharded."""
         return None
 
     def begin(self, microbatches: int) -> None:
@@ -61,9 +61,9 @@ class Synchronizer(ABC):
     def without_batch(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> None:
         """Replace `run` and backward on a rank without a batch: it adds nothing to the others' gradients."""
         raise WrongUse(
-            "step(None) where no other process could have a batch, or with the caller's own forward pass",
+            "step(None) although no other process can have a batch, or with the caller's own forward pass",
             allowed="step(None) on several processes with the function form",
-            do="end the loop where the batches end",
+            do="end the loop with the last batch",
         )
 
     def complete(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> bool:
@@ -83,7 +83,7 @@ class Synchronizer(ABC):
         return
 
     def rebuild(self) -> None:
-        """Rebuild what a rank's failure left incomplete; called on every rank if one of them asked for it."""
+        """Rebuild what a rank's failure left incomplete; called on every rank if one of them requested it."""
         self.needs_rebuild = False
 
     def settle(self) -> None:

@@ -94,7 +94,7 @@ class _Narrow(NamedTuple):
 
     name: str
     low: Tensor | None
-    """The low 16 bits, in the strides of the parameter; None where rounding is stochastic."""
+    """The low 16 bits, in the strides of the parameter; None if rounding is stochastic."""
 
 
 class NarrowWeights:
@@ -381,7 +381,7 @@ def _stepped_whole(slot: OptimizerSlot) -> Finding:
         "note",
         f"all weights of optimizer {slot.name!r} are in fp32 at once during an update, 4 bytes for each: {kind} may "
         "keep numbers for a group, or has hooks on its step, and is called once",
-        "use an optimizer of torch.optim without hooks, or ignore this where the memory is there",
+        "use an optimizer of torch.optim without hooks, or ignore this if the memory suffices",
     )
 
 

@@ -40,7 +40,7 @@ def parse_address(text: str, setting: str) -> StoreAddress:
         raise WrongUse(
             f"{setting} holds credentials or options in its address",
             allowed=f"{parts.scheme[:8]}://BUCKET/PREFIX; credentials come from the environment or a role",
-            do="remove what stands before @ and after ? or #, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            do="remove everything before @ and after ? or #, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         )
     prefix = parts.path.strip("/")
     is_plain = all(part not in ("", ".", "..") and part.isprintable() for part in prefix.split("/")) or not prefix

@@ -12,7 +12,7 @@ SHORT, NO_RANGES, ODD_KEY, SETTING = "short", "no-ranges", "odd-key", "setting"
 PASSING = (UNREACHABLE, SHORT)
 """The kinds of failure that another request may not have."""
 ONCE = (DENIED, REFUSED)
-"""The kinds of failure that are asked for again once: a store may refuse by mistake while it changes servers."""
+"""The kinds of failure that are requested again once: a store may refuse by mistake while it changes servers."""
 
 
 class Failure(NamedTuple):
@@ -41,7 +41,7 @@ KINDS = {
         "is refused: the store does not accept the request",
         "check AWS_REGION, AWS_ENDPOINT_URL and the name of the bucket",
     ),
-    SHORT: Failure(SHORT, "was answered with another number of bytes than were asked for"),
+    SHORT: Failure(SHORT, "was answered with a different number of bytes than requested"),
     ODD_KEY: Failure(
         ODD_KEY,
         "holds an object that cannot be listed: its key has an empty part, such as a//b",
@@ -49,7 +49,7 @@ KINDS = {
     ),
     NO_RANGES: Failure(
         NO_RANGES,
-        "was answered as a whole where a range was asked for: this store does not answer ranges with 206",
+        "was answered with the whole object instead of a range: this store does not answer ranges with 206",
         "use a store that answers ranges; halfstep doctor ADDRESS checks it",
     ),
     SETTING: Failure(
@@ -60,7 +60,7 @@ KINDS = {
 }
 NO_CREDENTIALS = Failure(
     DENIED,
-    "is refused: there are no credentials in the environment, and no role of this machine answers",
+    "is refused: there are no credentials in the environment, and no role on this machine answers",
     f"set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; profiles of ~/.aws are not read: {_EXPORT}; for a public "
     "bucket, set AWS_SKIP_SIGNATURE=true",
 )
@@ -154,7 +154,7 @@ def failure_in(error: Exception) -> Failure:
 
 
 def failure_in_environment(scheme: str) -> Failure | None:
-    """Return why the variables of the environment cannot lead to a store; None where they may.
+    """Return why the variables of the environment cannot lead to a store; None if they may.
 
     Variables without a value are removed: for obstore, they are values.
     """
@@ -165,7 +165,7 @@ def failure_in_environment(scheme: str) -> Failure | None:
     for name in ENDPOINTS:
         value = os.environ.get(name, "http://")
         if not value.startswith(("http://", "https://")) or not value.isprintable() or " " in value:
-            return Failure(SETTING, f"cannot be opened: {name} is no address", f"write {name}=https://HOST:PORT")
+            return Failure(SETTING, f"cannot be opened: {name} is not an address", f"write {name}=https://HOST:PORT")
     for name in _IN_HEADERS:
         value = os.environ.get(name, "")
         if not value.isprintable() or value != value.strip():

@@ -220,7 +220,7 @@ class Store:
         return sorted(self._patiently(prefix, ask, MISSING))
 
     def size_and_tag(self, key: str) -> ObjectFacts | None:
-        """Return the facts of an object; None where there is none."""
+        """Return the facts of an object; None if there is none."""
 
         def ask() -> ObjectFacts | None:
             try:
@@ -261,7 +261,7 @@ class Store:
     def honors_conditions(self) -> bool:
         """Return whether the store refuses to create an object that exists, and to replace another version.
 
-        Raises StoreFailed where it does not answer ranges.
+        Raises StoreFailed if it does not answer ranges.
         """
         with self.probing() as key:
             self.read(key, 1, 2)

@@ -169,7 +169,7 @@ class Diffusion(Task):
     def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = no_progress) -> list[str]:
         """Encode the data once where the autoencoder is frozen, and measure the scale of its latents.
 
-        Return lines to report. Raise `BadData` where no scale can be measured.
+        Return lines to report. Raise `BadData` if no scale can be measured.
         """
         assert isinstance(model, LatentDiffusion)
         if not model.frozen or model.autoencoder is None:
@@ -278,7 +278,7 @@ class Diffusion(Task):
             return self._answered(model, seen)
         if model.autoencoder is None:
             raise WrongUse(
-                "a folder of images for a model that makes images, and looks at none",
+                "a folder of images for a model that generates images and reads none",
                 allowed="no folder",
                 do="halfstep predict RUN, without a folder",
             )

@@ -219,7 +219,7 @@ class Text(Task):
             return [compared_logits(model, again, self._vocabulary)]
 
     def _merged(self, model: LanguageModel) -> tuple[LanguageModel, list[str]]:
-        """Return the merged model and its losses; raise `WrongUse` where it is worse."""
+        """Return the merged model and its losses; raise `WrongUse` if it is worse."""
         whole = adapters.merged(model, building.config_from(self._config or building.as_plain(model.inner.config)))
         with model.language.disable_adapter():
             base = self._held_out_loss(model)
@@ -253,7 +253,7 @@ class Text(Task):
         own = read_tokenizer(self._folder)
         if self._tokenizer is not None and own.get_vocab() != self._tokenizer.get_vocab():
             raise BadData(
-                f"the tokens of {self._folder} are of another tokenizer than those of the run",
+                f"the tokens of {self._folder} come from another tokenizer than those of the run",
                 allowed="the tokens that the run was trained on, or others of its tokenizer",
                 do=f"put them back at {self._folder}",
             )

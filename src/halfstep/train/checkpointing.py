@@ -52,7 +52,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def check_writing(folder: Path, live: RunObjects, launch: str | None = None) -> None:
     """Write a file on every rank, and compare the free space with a checkpoint; every rank calls it.
 
-    Raises FolderTaken where a rank cannot write to the folder, or has another one under its name, and StorageFailed
+    Raises FolderTaken if a rank cannot write to the folder, or has another one under its name, and StorageFailed
     where there is no room; on all ranks, with the number of the rank. The other ranks of a `launch` claim the folder
     that its rank 0 has locked.
     """
@@ -100,13 +100,13 @@ def _probe(folder: Path, mark: Path, needed: int) -> None:
     if free < needed:
         raise StorageFailed(
             f"{free:,} bytes are free for {folder}, and a checkpoint takes about {needed:,}",
-            allowed="room for one checkpoint more than are kept",
+            allowed="room for one more checkpoint than the run keeps",
             do="make room, or give run.dir=FOLDER on another disk",
         )
 
 
 def _claim(folder: Path, launch: str) -> None:
-    """Claim the folder on a rank other than 0; raise FolderTaken where its lock is not that of this launch."""
+    """Claim the folder on a rank other than 0; raise FolderTaken if its lock is not that of this launch."""
     until = time.monotonic() + SEEN
     while owner_of(folder) is None and Ownership.joined(folder, launch) is None:
         if time.monotonic() > until:
@@ -183,7 +183,7 @@ class Checkpoints:
         """For a run stopped while steps failed: the state that was saved or not saved, and why."""
 
     def save(self) -> None:
-        """Save the state of the run between two steps; raise ReplicasDiffer where the ranks do not hold the same."""
+        """Save the state of the run between two steps; raise ReplicasDiffer if the ranks do not hold the same."""
         state = State.of(self._live)
         # First: a checkpoint of a state that is wrong on one rank would be resumed from.
         self.replicas.check(state)
@@ -321,7 +321,7 @@ class Checkpoints:
         if saved.failure.folder_lost is not None:
             raise saved.failure.folder_lost
         if saved.failure.is_nonfinite:
-            text = f"no checkpoint of step {saved.attempt}: {saved.failure}; the earlier ones stay"
+            text = f"no checkpoint of step {saved.attempt}: {saved.failure}; the earlier ones remain"
             self._journal.emit(events.NOTE, text=text, level="warning")
             return
         self.failures += 1
@@ -345,7 +345,7 @@ class Checkpoints:
             )
         return StorageFailed(
             given,
-            allowed="a writable disk, with room for one checkpoint more than are kept",
+            allowed="a writable disk, with room for one more checkpoint than the run keeps",
             do="make room, and start the run again with the same command: it continues from the last checkpoint",
         )
 

@@ -70,7 +70,7 @@ def fit_command(recipe: object) -> str:
 
 def recipe_lr(command: str) -> float | None:
     """Return the learning rate in the file that `halfstep train RECIPE`, or `halfstep.fit('RECIPE')`, names; None
-    where there is none.
+    if there is none.
     """
     recipe = _recipe_named(command)
     if recipe is None:
@@ -164,7 +164,7 @@ def out_of_memory_error(loop: Loop, error: Exception, command: str) -> OutOfMemo
     if distributed.size() > 1 and not elsewhere:
         doing = f"on rank {distributed.rank()} {doing}"
     failed = (
-        OutOfMemory(f"out of memory: {reason_in(error)}", allowed="work that fits into the memory", do=do)
+        OutOfMemory(f"out of memory: {reason_in(error)}", allowed="a batch that fits into the memory", do=do)
         if elsewhere
         else as_error(error, doing, do)
     )
@@ -266,7 +266,7 @@ def _kept(checkpoints: Checkpoints, none_is_good: bool) -> str:
 
 
 def _command(loop: Loop, cause: str, command: str, permission: Permission) -> str | None:
-    """Return the full command where one setting is the remedy; None where the guard's message is better advice."""
+    """Return the full command where one setting is the remedy; None if the guard's message is better advice."""
     if cause in _CURED and loop.guarding.mode != REPAIR:
         return command_line(loop.outputs.folder, command, {"guard": REPAIR}, None)
     if cause == DIVERGENCE:

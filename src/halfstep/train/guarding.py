@@ -29,9 +29,9 @@ from halfstep.train.failed_steps.writing import recording
 
 
 def remedies_in(guards: Mapping[str, object]) -> Remedies | None:
-    """Return the remedies in the guards' states of a checkpoint; None where the run had no guard.
+    """Return the remedies in the guards' states of a checkpoint; None if the run had no guard.
 
-    Raises BadData where the state is not one that a guard wrote.
+    Raises BadData if the state is not one that a guard wrote.
     """
     saved = guards.get(Guardian.name)
     if saved is None:

@@ -160,7 +160,7 @@ def _at_once(work: Callable[[], T]) -> T:
 def _filled(task: Task, split: Split) -> Source:
     source = task.source(split)
     if not len(source):
-        raise BadData(f"the {split} split holds no samples", allowed="one sample or more", do="look at data.path")
+        raise BadData(f"the {split} split contains no samples", allowed="one sample or more", do="check data.path")
     return source
 
 

@@ -167,7 +167,7 @@ class Loop:
         self.beat("saving")
 
     def beat(self, phase: str) -> None:
-        """Report to the watchdog that the run goes on, with this phase of the present step."""
+        """Report to the watchdog that the run continues, with this phase of the present step."""
         self._beat(phase, self.progress.attempts)
 
     def _left(self, epochs: int) -> bool:

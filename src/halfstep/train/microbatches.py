@@ -52,7 +52,7 @@ def _samples_each(global_batch: int, ranks: int) -> int:
 
 
 def division_notes(recipe: Any, parts: int, model: nn.Module) -> list[str]:
-    """Return a line that says what smaller micro-batches change; none where they are the recipe's own."""
+    """Return a line that says what smaller micro-batches change; none if they are the recipe's own."""
     if parts == 1:
         return []
     text = (

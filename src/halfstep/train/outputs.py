@@ -52,7 +52,7 @@ class RunOutputs:
     ) -> None:
         """Take how many samples a picture has, and how many pictures are `kept`.
 
-        `infinite` are the buffers that held infinities when the model was built; None where that is not known.
+        `infinite` are the buffers that held infinities when the model was built; None if that is not known.
         """
         self.folder, self._journal, self._pictures, self._infinite = folder, journal, pictures, infinite
         self._kept = kept
@@ -112,7 +112,7 @@ class RunOutputs:
         self._write(name, what, lambda path: save_weights(written(), path, metadata))
 
     def _write(self, name: str, what: str, write: Callable[[Path], None]) -> None:
-        """Write a file, or record the failure: the next checkpoint decides whether the run can go on."""
+        """Write a file, or record the failure: the next checkpoint decides whether the run can continue."""
         try:
             write(self.folder / name)
         except NOT_WRITTEN as error:
@@ -185,7 +185,7 @@ class RunOutputs:
         return batch.tensors, captions, described_choice(chosen, choosing.total)
 
     def facts(self, task: Task) -> None:
-        """Write what the task needs to predict without its data; raise StorageFailed where that fails."""
+        """Write what the task needs to predict without its data; raise StorageFailed if that fails."""
         if self._first:
             with _or_storage_failed(FACTS):
                 write_json(self.folder / FACTS, task.facts())
@@ -214,7 +214,7 @@ class RunOutputs:
 
 
 def _epoch_of(path: Path) -> str | None:
-    """Return the epoch in the metadata of weights that `best` wrote; None where there are none."""
+    """Return the epoch in the metadata of weights that `best` wrote; None if there are none."""
     try:
         with safe_open(path, "pt") as file:
             return (file.metadata() or {}).get("epoch")

@@ -34,7 +34,7 @@ _groups = itertools.count()
 
 @contextmanager
 def together(timeout: float, *, ends_process: bool = False) -> Iterator[PeerWatch | None]:
-    """Join the ranks that torchrun or srun started, and leave the group at the end; yield None where there are none.
+    """Join the ranks that torchrun or srun started, and leave the group at the end; yield None if there are none.
 
     A collective fails after `timeout` seconds, until another timeout is set. Raises WrongUse for a launch whose
     restarts would hang, NotBegun where this rank is asked to stop before all have met, and RankFailed where one does
@@ -89,7 +89,7 @@ def _connected(environment: Mapping[str, str], rank: int, until: float) -> Any:
             except dist.DistError as error:  # the server ended after the look at its port
                 why = in_one_line(error)
         if time.monotonic() > until:
-            given = f"{host}:{port}, where rank 0 or torchrun serves the others, cannot be reached: {why}"
+            given = f"{host}:{port}, the address of rank 0 or torchrun, cannot be reached: {why}"
             raise distributed.rank_failed(given, None, usable=False)
         time.sleep(PAUSE)
 
@@ -131,7 +131,7 @@ def _met(store: Any, rank: int, size: int, until: float) -> Peers:
 
 
 def store_prefix(environment: Mapping[str, str]) -> str:
-    """Return the prefix of this attempt's keys in the store; raise WrongUse where a restart would read stale keys.
+    """Return the prefix of this attempt's keys in the store; raise WrongUse if a restart would read stale keys.
 
     torchrun's store outlives an attempt, and torch 2.13 does not separate attempts: gloo then connects to the addresses
     of dead ranks, and waits forever. On one node the restart count is the same for all ranks and separates them. On

@@ -110,7 +110,7 @@ class Remote:
         return (folder / RECIPE).exists()
 
     def claim(self, folder: Path, launch: str) -> None:
-        """Make this launch the owner of the place; raise FolderTaken where it is another run's.
+        """Make this launch the owner of the place; raise FolderTaken if it is another run's.
 
         Where the run has local checkpoints and the store does not answer, the claim is made with the first upload.
         """
@@ -176,7 +176,7 @@ class Remote:
             journal.note(text, level)
 
     def check(self) -> None:
-        """Raise FolderLost where a later launch of this run owns the place."""
+        """Raise FolderLost if a later launch of this run owns the place."""
         if self._failure is not None and self._failure.kind == TAKEN:
             raise FolderLost(
                 self._failure.given,
@@ -303,7 +303,7 @@ class RemoteDisk(Disk):
         self._remote = remote
 
     def make_folder(self, path: Path) -> None:
-        """Create a folder; raise FolderLost where the run is another launch's."""
+        """Create a folder; raise FolderLost if the run is another launch's."""
         self._remote.check()
         super().make_folder(path)
 

@@ -150,7 +150,7 @@ class Restored:
     """The result of a restore from a store."""
 
     name: str | None
-    """The checkpoint, or None where the store has none; the run's recipe may be restored all the same."""
+    """The checkpoint, or None if the store has none; the run's recipe may be restored all the same."""
     known: Known | None
     """The run in the store, if there is one."""
     skipped: Mapping[str, str]
@@ -218,7 +218,7 @@ def claim(request: ClaimRequest) -> dict[str, object]:
         wanted = Owner(known.run, number, request["launch"], newest, recipe=recipe)
         if _write_owner(store, wanted, tag, conditional):
             return asdict(_lease(request, wanted, conditional))
-    raise _taken(store, "is claimed by another launch again and again")
+    raise _taken(store, "is repeatedly claimed by another launch")
 
 
 def release(request: Any) -> None:
@@ -238,7 +238,7 @@ def _lease(request: Place, owner: Owner, conditional: bool) -> Lease:
 
 def _refuse_others(store: Store, owner: Owner, known: Known) -> None:
     if known.run != owner.run:
-        raise _taken(store, "holds another run than this folder")
+        raise _taken(store, "contains a different run than this folder")
     newest = max(committed(store, owner), default=None)
     if newest is not None and newest.launch_number > known.number:
         raise _taken(store, f"is ahead of this folder: another machine trained this run to step {newest.attempt:,}")
@@ -256,7 +256,7 @@ def _taken(
 
 
 def read_owner(store: Store) -> tuple[Owner | None, str]:
-    """Return the owner of a place with the tag of its object; None where there is none."""
+    """Return the owner of a place with the tag of its object; None if there is none."""
     try:
         content, tag = _read_sealed(store, OWNER)
         found = Owner(
@@ -286,7 +286,7 @@ def _write_owner(store: Store, owner: Owner, tag: str, conditional: bool) -> boo
 def upload(request: UploadRequest) -> str | None:
     """Upload and commit a checkpoint of the run in `folder`, then remove older ones; return the name of the commit.
 
-    `withdrawn` are checkpoints that the run has set aside: they are removed first. None where local retention has
+    `withdrawn` are checkpoints that the run has set aside: they are removed first. None if local retention has
     removed the checkpoint before it could be opened. Raises StoreFailed `taken` where a later launch owns the place,
     and `kept-all` if the checkpoint is committed and older ones could not be removed.
     """
@@ -357,7 +357,7 @@ def _seals(files: Mapping[str, BinaryIO]) -> dict[str, Seal]:
 
 
 def _manifest_seal(store: Store, one: Directory) -> Seal | None:
-    """Return the seal of the manifest of a committed checkpoint; None where its commit is damaged."""
+    """Return the seal of the manifest of a committed checkpoint; None if its commit is damaged."""
     with contextlib.suppress(Damaged):
         return read_commit(store, one).files[MANIFEST]
     return None
@@ -474,7 +474,7 @@ def _parsed(name: str) -> Directory | None:
 
 
 def read_commit(store: Store, one: Directory) -> Commit:
-    """Return the content of a commit; raise Damaged where it is not what halfstep wrote."""
+    """Return the content of a commit; raise Damaged if it is not what halfstep wrote."""
     try:
         content, _ = _read_sealed(store, f"{one.key}/{COMMIT}")
         files = {name: _seal(*entry) for name, entry in content["files"].items()}
@@ -483,11 +483,11 @@ def read_commit(store: Store, one: Directory) -> Commit:
     except StoreFailed as failure:
         raise _damage(failure, COMMIT) from None
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise Damaged(f"{COMMIT} is not one of halfstep") from None
+        raise Damaged(f"{COMMIT} was not written by halfstep") from None
     # Names become paths: anything but our own is refused.
     is_ours = commit.name == one.name and all(_FILE.fullmatch(name) for name in files) and MANIFEST in files
     if not is_ours or RECIPE not in beside or not set(beside) <= set(BESIDE):
-        raise Damaged(f"{COMMIT} is not one of halfstep")
+        raise Damaged(f"{COMMIT} was not written by halfstep")
     return commit
 
 
@@ -557,7 +557,7 @@ def _download(store: Store, one: Directory, commit: Commit, draft: Path) -> None
 
 
 def _fetch(store: Store, path: Path, objects: Sequence[tuple[str, Seal]]) -> None:
-    """Write objects one after the other to a file; each is compared, and asked for again once."""
+    """Write objects one after the other to a file; each is compared, and requested again once."""
     with path.open("wb") as file:
         for key, seal in objects:
             begin = file.tell()
@@ -565,7 +565,7 @@ def _fetch(store: Store, path: Path, objects: Sequence[tuple[str, Seal]]) -> Non
                 file.seek(begin)
                 file.truncate()
                 if _fetched(store, key, seal, file) != seal.sha256:
-                    raise Damaged(f"{path.name} has the right size and another SHA-256 than was committed")
+                    raise Damaged(f"{path.name} has the right size, but a different SHA-256 than was committed")
         file.flush()
         os.fsync(file.fileno())
 
@@ -604,7 +604,7 @@ def _with_seal(content: Mapping[str, object]) -> bytes:
 
 
 def _read_sealed(store: Store, key: str) -> tuple[dict[str, Any], str]:
-    """Return the content of an object with its tag; wrong bytes are asked for again once."""
+    """Return the content of an object with its tag; wrong bytes are requested again once."""
     with contextlib.suppress(Damaged):
         text, tag = store.read_with_tag(key)
         return _unsealed(text), tag

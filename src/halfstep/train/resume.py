@@ -64,7 +64,7 @@ class FoundCheckpoint:
         return self.state_like(lambda *_: None)
 
     def state_like(self, like: Like) -> State:
-        """Return the state, with the tensors that `like` provides filled in place of whole ones."""
+        """Return the state, where the tensors that `like` provides are filled and replace whole ones."""
         tensors = read_tensors(self.generation, self.rank, like)
         return State.from_parts(self.plain, tensors, where=str(self.generation.path))
 
@@ -129,7 +129,7 @@ class Resumed:
 
     @property
     def is_new_length_or_settings(self) -> bool:
-        """Return whether the run goes on with another length or other settings than the checkpoint has."""
+        """Return whether the run continues with another length or other settings than the checkpoint has."""
         return bool(self.changed) or self.extended is not None
 
     def as_dict(self) -> dict[str, object]:
@@ -138,7 +138,7 @@ class Resumed:
 
 
 def find(folder: Path) -> FoundCheckpoint | None:
-    """Return the newest whole checkpoint of a run; None where it was never saved. Every rank calls it.
+    """Return the newest whole checkpoint of a run; None if it was never saved. Every rank calls it.
 
     Raises NoCheckpoint where checkpoints existed and none is whole, and StateMismatch for other components of a run.
     """
@@ -178,7 +178,7 @@ def _choose(folder: Path) -> tuple[tuple[str, int, int] | None, list[str]]:
 
 
 def _refuse_lost(folder: Path) -> None:
-    """Raise NoCheckpoint where a run was saved and has no checkpoint: it must not start over silently."""
+    """Raise NoCheckpoint if a run was saved and has no checkpoint: it must not start over silently."""
     if _was_saved(folder):
         raise none_intact(folder / CHECKPOINTS, ["there are none, although the journal records some"])
     # The journal would mention a checkpoint; weights alone may be older than the first one.
@@ -377,7 +377,7 @@ def _like_scale(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 def _parameter_of(name: str, plain: Mapping[str, Any]) -> str:
-    """Return the parameter that a tensor of a checkpoint belongs to; empty where there is none."""
+    """Return the parameter that a tensor of a checkpoint belongs to; empty if there is none."""
     match name.split("/"):
         case ["weights", "parameters", parameter] | ["ema", "averages", parameter]:
             return parameter

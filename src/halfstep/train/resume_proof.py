@@ -203,7 +203,7 @@ def _made(folder: Path) -> Path:
 def _too_short(what: str, there: int, steps: int) -> WrongUse:
     return WrongUse(
         f"{steps} + {steps} steps of {what}",
-        allowed=f"at most {there // 2} + {there // 2} of the {there} steps that there are",
+        allowed=f"at most {there // 2} + {there // 2} of the {there} steps of the run",
         do=advice(f"--steps {there // 2}", f"resume_steps={there // 2}") if there > 1 else "take a longer run",
     )
 

@@ -94,7 +94,7 @@ class Run(ShownAsPage):
 
 
 def finished_run(folder: Path) -> Run | None:
-    """Return the finished run in `folder` as its result describes it; None where there is no whole result."""
+    """Return the finished run in `folder` as its result describes it; None if there is no whole result."""
     found = read_json(folder / RESULT) or {}
     try:
         # Strict JSON has words for numbers that are not finite.
@@ -268,7 +268,7 @@ def make_loop(
 
 
 def _ends_its_warmup(recipe: AnyRecipe, total: int) -> None:
-    """Raise BadRecipe where the run ends before its warm-up: it would never reach its learning rate."""
+    """Raise BadRecipe if the run ends before its warm-up: it would never reach its learning rate."""
     if recipe.schedule.warmup_steps >= total:
         raise BadRecipe(
             f"schedule.warmup_steps={recipe.schedule.warmup_steps}, and the whole run has {total} steps",

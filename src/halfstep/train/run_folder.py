@@ -119,7 +119,7 @@ def lock(folder: Path, now: Now = unwatched) -> FolderLock:
         raise FolderTaken(
             f"{folder} cannot be locked: {error.strerror or error}",
             allowed="a writable folder on a file system with locks",
-            do="give run.dir=PATH, a folder of yours",
+            do="give run.dir=PATH, a writable folder",
         ) from None
 
 
@@ -221,7 +221,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def running_elsewhere(folder: Path) -> StatusFile | None:
-    """Return the status of rank 0 where it says that the run is running on another host."""
+    """Return the status of rank 0 if it says that the run is running on another host."""
     status = _running_status(folder)
     holder = status.holder if status else None
     return status if holder is not None and not holder.is_here else None
@@ -258,7 +258,7 @@ def _watch_seconds(status: StatusFile) -> float:
 
 
 def _refuse_running_here(folder: Path, descriptor: int) -> None:
-    """Raise FolderTaken where a process of this host has this lock, or this run, open."""
+    """Raise FolderTaken if a process of this host has this lock, or this run, open."""
     status = _running_status(folder)
     for holder in (read_holder(descriptor), status.holder if status else None):
         if holder is None or not holder.is_here:
@@ -313,7 +313,7 @@ UNFINISHED: State = "unfinished"
 
 
 def recipe_in(folder: Path) -> Path:
-    """Return the path of the recipe in a run's folder; raise BadData where there is no run."""
+    """Return the path of the recipe in a run's folder; raise BadData if there is no run."""
     if not (folder / RECIPE).is_file():
         raise BadData(
             f"{folder} holds no run" if folder.is_dir() else f"there is no folder {folder}",
@@ -356,9 +356,9 @@ def open_run(
     """Create the run's folder and write the recipe, or open an unfinished run of this recipe.
 
     With `new`, use the first free `NAME`, `NAME-2`, ...; of several processes, exactly one gets each folder. Keys in
-    `drawn` had no explicit value: the run keeps its own. With `EXTEND` in `accepted`, a finished run goes on up to the
-    recipe's length. `fill` may bring an earlier run into the locked folder, unless it is `new`, and returns whether it
-    did; a run of another recipe is removed again. Raises FolderTaken, StateMismatch or Unsafe where the folder cannot
+    `drawn` had no explicit value: the run keeps its own. With `EXTEND` in `accepted`, a finished run continues up to
+    the recipe's length. `fill` may bring an earlier run into the locked folder, unless it is `new`, and returns whether
+    it did; a run of another recipe is removed again. Raises FolderTaken, StateMismatch or Unsafe if the folder cannot
     be used.
     """
     wanted = run_dir(recipe, label)
@@ -509,14 +509,16 @@ def _first_free(path: Path) -> Path:
         except FileExistsError:
             continue
         return candidate
-    raise FolderTaken(f"{path} and {MOST_RUNS:,} more", allowed="a free name", do="clear up, or give run.dir=...")
+    raise FolderTaken(
+        f"{path} and {MOST_RUNS:,} more", allowed="a free name", do="free some space, or give run.dir=..."
+    )
 
 
 def _refuse_foreign(path: Path) -> None:
     """Raise FolderTaken for a folder with foreign files; not even a lock is created in it."""
     if _written(path) is None and not all(_is_leftover(entry) for entry in path.iterdir()):
         raise FolderTaken(
-            f"{path} holds files, and no {RECIPE} that can be read",
+            f"{path} contains files, but no readable {RECIPE}",
             allowed="an absent or empty folder",
             do=_another_folder(),
         )
@@ -565,7 +567,7 @@ def _finished(path: Path, changed: list[Change], recipe: Any, before: SavedRun) 
     asked = recipe.train.epochs, recipe.train.steps
     if changed and not drop_keys(changed, PLACES):
         return FolderTaken(
-            listed(f"{path} holds a finished run on another data folder:", changed),
+            listed(f"{path} contains a finished run on another data folder:", changed),
             allowed="one run per folder",
             do=f"give its original data folder, or {_another_folder()}, to train on this one",
         )
@@ -573,12 +575,12 @@ def _finished(path: Path, changed: list[Change], recipe: Any, before: SavedRun) 
         return _other_length(path, asked, before)
     if changed:
         return FolderTaken(
-            listed(f"{path} holds a finished run of another recipe:", changed),
+            listed(f"{path} contains a finished run of another recipe:", changed),
             allowed="one run per folder; a finished one continues only with an extension",
             do=f"{_another_folder()}; `halfstep train {path / RECIPE}` has the settings of the existing run",
         )
     return FolderTaken(
-        f"{path} holds this run, finished",
+        f"{path} contains this run, finished",
         allowed="one run per folder",
         do=f"halfstep evaluate {path}, or {to_go_on(before)} to continue training, or {_another_folder()}",
         id=RUN_FINISHED,
@@ -586,7 +588,7 @@ def _finished(path: Path, changed: list[Change], recipe: Any, before: SavedRun) 
 
 
 def _other_length(path: Path, asked: tuple[int | None, int | None], before: SavedRun) -> FolderTaken:
-    given = f"{path} holds this run, finished after {in_words(before.length)}; {in_words(asked)} are requested now"
+    given = f"{path} contains this run, finished after {in_words(before.length)}; {in_words(asked)} are requested"
     if is_longer(asked, before.length) is False:
         return FolderTaken(given, allowed="one run per folder; a run cannot be shortened", do=_another_folder())
     extend = (
@@ -615,5 +617,5 @@ def _cannot_create(path: Path, error: OSError) -> FolderTaken:
     return FolderTaken(
         f"{path} cannot be created or written to: {error.strerror or error}",
         allowed="a folder that this user can write to",
-        do="give run.dir=PATH, a folder of yours",
+        do="give run.dir=PATH, a writable folder",
     )

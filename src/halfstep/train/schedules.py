@@ -51,7 +51,7 @@ class LRSchedule(ABC):
         """Return the factor after `step` updates of a part, counted from the end of its warm-up."""
 
     def progress(self, metric: float | None) -> None:
-        """Record an evaluation; `metric` is None where it did not improve."""
+        """Record an evaluation; `metric` is None if it did not improve."""
         return
 
     def __call__(self, step: int) -> float:

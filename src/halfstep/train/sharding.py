@@ -75,7 +75,7 @@ def choose_sharding(
 ) -> Sharding:
     """Return what each rank holds; `auto` is the least sharding whose state fits into `memory` bytes of a device.
 
-    `state` is called only where it decides. `memory` is None where it is not known or shared, as on a CPU. Raises
+    `state` is called only where it decides. `memory` is None if it is not known or shared, as on a CPU. Raises
     BadRecipe for groups that do not divide the ranks.
     """
     group = options.shard_size or ranks_a_node
@@ -87,7 +87,7 @@ def choose_sharding(
         )
     if options.mode != "auto":
         size = {"ddp": 1, "fsdp": ranks, "hsdp": group}[options.mode]
-        return Sharding(options.mode if ranks > 1 else "ddp", size if ranks > 1 else 1, "as the recipe asks")
+        return Sharding(options.mode if ranks > 1 else "ddp", size if ranks > 1 else 1, "as the recipe requests")
     if ranks == 1:
         return Sharding("ddp", 1, "one rank")
     if memory is None:
@@ -174,7 +174,7 @@ def compile_blocks(units: Sequence[ShardUnit]) -> None:
         raise BadRecipe(
             "train.compile and shards of a model without repeated blocks",
             allowed="one of them; a sharded model is compiled block by block",
-            do="write train.compile=false, or world=ddp where the model fits",
+            do="write train.compile=false, or world=ddp if the model fits",
         )
     for block in blocks:
         block.compile()

@@ -113,7 +113,7 @@ class _Received:
     when: str = BEFORE_STEPS
     """When a run that gets a signal now will stop."""
     at_once: bool = False
-    """Whether a signal raises NotBegun where it arrives."""
+    """Whether a signal raises NotBegun if it arrives."""
     on_leaving: Callable[[int, str], object] = lambda code, reason: None
     """Records the exit code and the reason where the process is ended from a thread."""
 
@@ -158,7 +158,7 @@ class Stopping:
         self._received.on_leaving = record
 
     def leave_unbegun(self) -> None:
-        """Raise NotBegun where a stop was requested before the first step: there is nothing to save."""
+        """Raise NotBegun if a stop was requested before the first step: there is nothing to save."""
         if self.asked is not None:
             raise not_begun(self.asked)
 

@@ -209,7 +209,7 @@ def checked_components(plain: Any, where: str) -> Mapping[str, Any]:
     lacks, more = [n for n in COMPONENTS if n not in found], [n for n in found if n not in COMPONENTS]
     if lacks or more:
         words = [f"lacks {', '.join(lacks)}"] if lacks else []
-        words += [f"has {', '.join(map(str, more[:5]))}, which is no part of a run"] if more else []
+        words += [f"has {', '.join(map(str, more[:5]))}, which is not part of a run"] if more else []
         raise StateMismatch(
             f"{where} {' and '.join(words)}",
             allowed=", ".join(COMPONENTS),
@@ -233,7 +233,7 @@ def checked_components(plain: Any, where: str) -> Mapping[str, Any]:
 
 
 def _recipe_problem(recipe: Mapping[str, object]) -> str:
-    """Return what a saved recipe lacks of that which every resume reads; empty where it lacks nothing."""
+    """Return what a saved recipe lacks of that which every resume reads; empty if it lacks nothing."""
     train = recipe.get("train")
     if not isinstance(train, dict):
         return "its recipe has no section train"
@@ -446,7 +446,9 @@ def _check_weights(live: RunObjects, now: State, saved: State) -> None:
     lines += [f"not in the model: {name}" for name in then_extra if name not in extra]
     lines += [f"not in the checkpoint: {name}" for name in extra if name not in then_extra]
     if (now.ema is None) != (saved.ema is None):
-        lines.append("an average of the weights was kept, and is not" if saved.ema else "no average was kept")
+        lines.append(
+            "the run kept an average of the weights, and does not now" if saved.ema else "the run kept no average"
+        )
     lines += [f"optimizer {line}" for name in now.optimizers for line in _other_optimizer(now, saved, name)]
     if lines:
         raise StateMismatch(

@@ -73,7 +73,7 @@ class Launch:
     checkpoint: int = -1
     """The step of the newest checkpoint at the beginning; -1 for none."""
     batch_size: int = 0
-    """Samples of a micro-batch in the recipe; 0 where that is not known."""
+    """Samples of a micro-batch in the recipe; 0 if that is not known."""
     divided_by: int = 1
     """The parts that each of these micro-batches is taken in, since memory ran out."""
 
@@ -119,7 +119,7 @@ def begin(folder: Path, newest: int, restarts: int, batch_size: int, accepted: C
 
 
 def _fruitless(folder: Path, last: Mapping[int, StatusFile], newest: int) -> int:
-    """Return how many restarts in a row found no newer checkpoint; raise NotRestarted where they are too many."""
+    """Return how many restarts in a row found no newer checkpoint; raise NotRestarted if they are too many."""
     before, fruitless = last[0].checkpoint, last[0].fruitless or 0
     was_stopped = all(status.code == TRY_AGAIN for status in last.values())
     if newest > (-1 if before is None else before):
@@ -145,7 +145,7 @@ def _parts(last: Mapping[int, StatusFile], batch_size: int) -> int:
     size = batch_size // parts
     if size == 1:
         given = f"{_reason(rank, last)}; micro-batches are of one sample already, and cannot be halved"
-        do = "add train.checkpoint_activations=true, or take a smaller image, a smaller model or more ranks"
+        do = "add train.checkpoint_activations=true, or use smaller images, a smaller model or more ranks"
         raise _not_restarted(given, OUT_OF_MEMORY, do)
     return batch_size // largest_divisor(size, size // 2)
 

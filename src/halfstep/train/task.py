@@ -84,7 +84,7 @@ class Task(ABC):
     """The metric that decides which weights are best; `loss` is allowed."""
     higher_is_better: ClassVar[bool] = True
     resolution: ClassVar[str] = ""
-    """The setting that the time of a step grows with the square of, such as `data.size`; empty where there is none."""
+    """The setting that the time of a step grows with the square of, such as `data.size`; empty if there is none."""
     forward_methods: ClassVar[Sequence[str]] = ()
     """Methods of the model that `loss` or `pictures` call, besides `forward`: FSDP2 gathers its weights for them."""
     reads: ClassVar[Literal["images", "text"]] = "images"

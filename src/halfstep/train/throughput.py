@@ -184,7 +184,7 @@ def _shorter(recipe: AnyRecipe, seconds: float) -> str:
     name = "steps" if recipe.train.steps is not None else "epochs"
     each = seconds / (recipe.train.steps or recipe.train.epochs or 1)
     number = max(1, int(A_LOOK / each))
-    return f"train.{name}={number} for a look (about {duration(number * each)})"
+    return f"train.{name}={number} for a quick look (about {duration(number * each)})"
 
 
 def _lighter_recipes(recipe: AnyRecipe, resolution: str) -> list[str]:

@@ -74,7 +74,7 @@ class Position(NamedTuple):
     collectives: int
     """Collectives started so far."""
     answered: bool | None
-    """True where it writes this because nothing moves."""
+    """True if it writes this because nothing moves."""
 
 
 class Watchdog:

@@ -56,7 +56,7 @@ def read_folder(folder: Path, most: int) -> dict[str, Tensor]:
         raise Unsafe(
             f"{folder} is a checkpoint of torch.distributed.checkpoint with a pickle in {PICKLED}, which can run code",
             allowed=FOLDERS,
-            do="where you know who wrote it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            do="if you know who wrote it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
             f"{folder} weights.pt, and give weights.pt",
         )
     files = sorted(islice(folder.glob("*.safetensors"), MOST_FILES))

@@ -305,7 +305,7 @@ def _restricted(path: Path) -> dict[str, Tensor]:
             content = torch.load(path, map_location=lambda storage, _: storage, weights_only=True)
     except pickle.UnpicklingError as error:
         raise Unsafe(
-            f"{path} holds more than tensors, and could run code: {_first_line(error)}",
+            f"{path} contains more than tensors, and could run code: {_first_line(error)}",
             allowed=WEIGHTS,
             do="ask its author for a .safetensors file, or for one saved with torch.save(model.state_dict(), ...)",
         ) from error
@@ -314,7 +314,9 @@ def _restricted(path: Path) -> dict[str, Tensor]:
         raise _damaged(path, error) from error
     found = _innermost(content)
     if not found:
-        raise BadData(f"{path} holds no tensors by name", allowed=WEIGHTS, do="save model.state_dict() into the file")
+        raise BadData(
+            f"{path} contains no tensors by name", allowed=WEIGHTS, do="save model.state_dict() into the file"
+        )
     return found
 
 

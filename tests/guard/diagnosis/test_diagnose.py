@@ -171,7 +171,7 @@ def test_one_sample_far_from_the_others() -> None:
     x[4] = 1e30
     found = verdict_on(nn.Linear(8, 4), batch=(x,))
     assert found.cause == "data"
-    assert "sample 4 reaches 1e+30, where no other sample exceeds 2" in found.sentence
+    assert "sample 4 reaches 1e+30, and no other sample exceeds 2" in found.sentence
     # Where the step fails without it as well, it is not to blame.
     assert verdict_on(Net(lambda h: h / 0), batch=(x,)).cause == "code"
     alone = [(torch.randn(1, 8),), (x[4:5],), (torch.randn(1, 8),)]
@@ -230,7 +230,7 @@ def test_a_weight_that_is_not_finite() -> None:
     model[2].weight.data[0, 0] = torch.nan  # type: ignore[union-attr, operator, index]
     found = verdict_on(model, precision="fp16")
     assert found.cause == "state"
-    assert found.sentence == "state: weight 2.weight holds nan in row 0 before anything is computed"
+    assert found.sentence == "state: weight 2.weight holds nan in row 0 before the first operation"
     assert [remedy.kind for remedy in found.remedies] == ["restore"]
 
 

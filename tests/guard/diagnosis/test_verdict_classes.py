@@ -87,7 +87,7 @@ def test_a_mean_over_labels_of_which_none_counts(weight: Tensor | None) -> None:
 
     found = verdict_on(plain_model(), loss_fn, torch.randn(4, 8))
     assert found.cause == "code"
-    assert "averages over nothing: every label is ignored, or weighs nothing" in found.sentence
+    assert "averages over nothing: every label is ignored, or has weight 0" in found.sentence
 
 
 def test_label_smoothing_over_a_mask() -> None:
@@ -156,7 +156,7 @@ def test_a_weight_that_was_bad_before_the_step() -> None:
     model[2].weight.data.fill_(torch.nan)  # type: ignore[union-attr, operator]
     found = verdict_on(model, mse, torch.randn(4, 8), "bf16", history=HEALTHY, past=Past(applied=5))
     assert found.sentence == (
-        "state: weight 2.weight holds nan before anything is computed; "
+        "state: weight 2.weight holds nan before the first operation; "
         "step 5, the last that was applied, was finite, so it went bad since"
     )
     assert [remedy.kind for remedy in found.remedies] == ["restore"]

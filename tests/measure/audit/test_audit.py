@@ -297,7 +297,7 @@ def test_code_that_reads_a_number_cannot_be_described() -> None:
     def reads(model: nn.Module, batch: Any) -> Tensor:
         return classify(model, batch) * (1 if batch[0].sum().item() > 0 else 2)
 
-    with pytest.raises(WrongUse, match="not here is followed without computing any"):
+    with pytest.raises(WrongUse, match="not here is traced without any"):
         audit(Net(), reads, batch(), precision="bf16", device="t4")
 
 

@@ -191,7 +191,7 @@ def test_an_island_is_named_by_its_modules() -> None:
     cause = verdict(replace(HEALTHY, kernels=kernels, work=work))
     assert cause.id == "fp32-island"
     assert '50% of the matrix work still runs in fp32, in "body", "head"' in cause.sentence
-    assert 'take island() away from "body"' in cause.do
+    assert 'remove island() from "body"' in cause.do
     # bf16 did 500 FLOPs in 3.5 ms where fp32 does 1000 in 78 ms: 11 times as fast
     assert cause.share == pytest.approx(0.5 * (1 - 1 / (500 / 0.0035 / (1000 / 0.078))))
     assert (

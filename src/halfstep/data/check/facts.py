@@ -99,7 +99,7 @@ class FileFacts:
 
     path: str
     fault: str = ""
-    """Why it cannot be read; empty where it can."""
+    """Why it cannot be read; empty if it can."""
     format: str = ""
     mode: str = ""
     size: tuple[int, int] = (0, 0)

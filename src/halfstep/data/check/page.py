@@ -52,7 +52,7 @@ class ClassShare(JsonResult):
     name: str
     images: int
     pixels: float | None = None
-    """Share of all pixels; None where images have a class as a whole."""
+    """Share of all pixels; None if images have a class as a whole."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, with pixels where there are masks."""

@@ -16,7 +16,7 @@ from halfstep.finding import Severity
 from halfstep.status_line import OnProgress
 
 _PAIRS = "masks/NAME.png or masks/NAME_mask.png belongs to images/NAME.jpg"
-_AGAIN = "copy them again from where they came, or delete them"
+_AGAIN = "copy them again from their source, or delete them"
 _UNTURN = "exiftool -Orientation=1 -n FILE"
 
 
@@ -36,7 +36,7 @@ def faults_in(found: SetLooked) -> list[Fault]:
     there = [fault for fault in faults if fault.files]
     if len(found.good) < 2:
         told = f"{len(found.good)} samples can be read"
-        there.append(Fault("too-few", "error", told, "add some: a run needs two at least, and learns from dozens"))
+        there.append(Fault("too-few", "error", told, "add samples: a run needs at least 2, and learns from dozens"))
     return sorted(there, key=lambda fault: ("error", "warning", "note").index(fault.severity))
 
 
@@ -50,13 +50,13 @@ def _fault(rule: Rule, found: SetLooked, files: tuple[str, ...]) -> Fault:
 def _values(found: SetLooked) -> str:
     values = f.strange_values(found)
     more = f" and {len(values) - 5} more" if len(values) > 5 else ""
-    return f"values of no class: {', '.join(map(str, values[:5]))}{more}"
+    return f"values outside the classes: {', '.join(map(str, values[:5]))}{more}"
 
 
 def _more_classes(found: SetLooked) -> str:
     most = max(f.strange_values(found), default=0)
     if most < 255:
-        return f"correct them, or say how many classes there are: --classes {most + 1}"
+        return f"correct them, or give the number of classes: --classes {most + 1}"
     return "correct them, or leave these pixels out with --ignore_index 255"
 
 
@@ -77,12 +77,12 @@ RULES = (
     Rule("hidden", "note", "hidden files, skipped",
          "nothing, if they belong to the system; rename your own", f.named("hidden")),
     Rule("kind-not-read", "warning", f"image format that is not supported (only {', '.join(FORMATS)})",
-         "magick mogrify -format png FILE, or take them away", f.strange_pictures),
+         "magick mogrify -format png FILE, or remove them", f.strange_pictures),
     Rule("not-images", "note", "files that are not images, skipped", "nothing", f.other_files),
     # Partners
     Rule("no-mask", "error", "photograph without a mask", f"draw or rename them: {_PAIRS}",
          f.of_splits(lambda split: split.without_mask)),
-    Rule("no-photograph", "error", "mask without a photograph", f"rename or take away: {_PAIRS}",
+    Rule("no-photograph", "error", "mask without a photograph", f"rename or remove: {_PAIRS}",
          f.of_splits(lambda split: split.without_image)),
     Rule("same-name", "error", "two files that differ only in their extension", "rename one of each",
          f.of_splits(lambda split: split.same_name, below=True)),
@@ -105,9 +105,9 @@ RULES = (
          "nothing, or rename them", f.files_where(lambda look: look.is_misnamed)),
     Rule("mixed-depth", "warning", "16 bits or more, and 8 bits in other images", "magick FILE -depth 8 FILE",
          f.deeper_than_most),
-    Rule("tiny", "warning", f"image smaller than {f.TINY} pixels", "take them away, or enlarge them",
+    Rule("tiny", "warning", f"image smaller than {f.TINY} pixels", "remove or enlarge them",
          f.files_where(lambda look: min(look.size) < f.TINY, images_alone=True)),
-    Rule("mixed-channels", "note", _kinds, "nothing, if they are so: gray is repeated, transparency dropped",
+    Rule("mixed-channels", "note", _kinds, "nothing, if intended: gray is repeated, transparency dropped",
          f.of_unusual_channels),
     # Pairs
     Rule("exif-rotation", "error", "EXIF rotates the photograph but not its mask",
@@ -116,7 +116,7 @@ RULES = (
          "draw the mask again in the photograph's size, or run: magick MASK -filter point -resize WIDTHxHEIGHT! MASK",
          f.pairs_where(f.is_of_another_size)),
     Rule("exif-turned", "warning", "EXIF rotates the photograph and perhaps not its mask",
-         f"look at one with its mask; where it does not fit: {_UNTURN}", f.pairs_where(f.may_be_turned_alone)),
+         f"check one with its mask; if they do not match: {_UNTURN}", f.pairs_where(f.may_be_turned_alone)),
     Rule("mask-turned", "error", "mask with an EXIF rotation, which is ignored",
          "magick FILE -auto-orient FILE",
          f.pairs_where(lambda image, mask: mask.orientation in range(2, 9), masks=True)),
@@ -133,7 +133,7 @@ RULES = (
     Rule("class-faint", "warning", "class with hardly a pixel", "add photographs that show them", f.faint_classes),
     # Classes
     Rule("one-class", "error", "there is only one class",
-         "look whether these are the right masks or folders, and whether their values are what you meant",
+         "check that these are the right masks or folders, with the intended values",
          f.only_class),
     Rule("one-image", "warning", "class with a single image, used either for training or for validation",
          "add images, or delete the folder", f.single_images),
@@ -142,11 +142,11 @@ RULES = (
     Rule("class-unjudged", "warning", "class without a validation image",
          "add images; without a validation folder, a hash of the file's name decides its split", f.unjudged_classes),
     Rule("lopsided", "warning", "class with far fewer images than the largest",
-         "add images of them, or take some of the others away", f.lopsided_classes),
+         "add images of them, or remove some of the others", f.lopsided_classes),
     # Copies
     Rule("same-on-both-sides", "error", "picture in both training and validation: metrics would be too good",
          "keep one of each", f.copies(lambda sample: sample.split)),
-    Rule("two-classes", "error", "picture in two classes", "keep each in its class alone",
+    Rule("two-classes", "error", "picture in two classes", "keep each in one class only",
          f.copies(lambda sample: sample.label)),
     Rule("copies", "warning", "duplicated picture", "keep one of each", f.copies(None)),
 )  # fmt: skip

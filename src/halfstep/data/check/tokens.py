@@ -82,7 +82,7 @@ class TokensChecked(ShownAsPage, JsonResult):
 
 
 def check_tokens(folder: Path, on_progress: OnProgress = lambda done, of: None) -> TokensChecked:
-    """Read all tokens of a folder, and return its facts and findings; raise BadData where they cannot be read."""
+    """Read all tokens of a folder, and return its facts and findings; raise BadData if they cannot be read."""
     index = read_index(folder)
     arrays = {split: TokenArray(folder, split, index) for split in SPLITS}
     total = sum(map(len, arrays.values())) * 2
@@ -190,7 +190,7 @@ def _faults(folder: Path, index: TokenIndex, looked: dict[str, _Looked], in_trai
     again = "make the tokens again: halfstep data tokens"
     every = list(looked.values())
     if not (folder / TOKENIZER).is_file() or sha256_of(folder / TOKENIZER) != index.tokenizer:
-        yield Fault("tokenizer-changed", "error", "these tokens are of another tokenizer", again, (TOKENIZER,))
+        yield Fault("tokenizer-changed", "error", "these tokens come from another tokenizer", again, (TOKENIZER,))
     yield from fault(
         "shard-damaged", "error", "shard that differs from its digest", again, [n for o in every for n in o.damaged]
     )
@@ -203,7 +203,7 @@ def _faults(folder: Path, index: TokenIndex, looked: dict[str, _Looked], in_trai
         again,
         [n for o in every for n in o.unended],
     )
-    yield from fault("empty-document", "warning", "document without text", "take them away, and " + again,
+    yield from fault("empty-document", "warning", "document without text", "remove them, and " + again,
                      [n for o in every for n in o.empty])  # fmt: skip
     train, val = looked["train"].digests, looked["val"].digests
     by_digest = {digest: name for name, digest in train.items()}

@@ -89,7 +89,7 @@ class RemoteFile:
         return DownloadFailed(
             f"{self.url} cannot be downloaded: {reason}",
             allowed="a server that can be reached",
-            do="check the network (https_proxy, if there is a proxy), then type the command again",
+            do="check the network (https_proxy, if there is a proxy), then repeat the command",
         )
 
 

@@ -77,7 +77,7 @@ def _read(path: Path) -> Array:
         raise BadData(f"{path} cannot be read: {error}", allowed=_LAYOUT, do="make the file again") from error
     if masks.ndim != 3 or masks.dtype not in (np.bool_, np.uint8) or not len(masks) or not masks.any((1, 2)).all():
         raise BadData(
-            f"{path} holds {TENSOR} of shape {masks.shape} and type {masks.dtype}, or an empty sprite",
+            f"{path} contains {TENSOR} of shape {masks.shape} and type {masks.dtype}, or an empty sprite",
             allowed=_LAYOUT,
             do="make the file again",
         )
@@ -98,7 +98,7 @@ class Stamps(Protocol):
     name: str
 
     def one(self, draw: np.random.Generator, size: int) -> Array:
-        """Return True where the object is, without empty rows or columns, for a frame of `size` pixels."""
+        """Return True if the object is, without empty rows or columns, for a frame of `size` pixels."""
         ...
 
     def files(self) -> Files: ...

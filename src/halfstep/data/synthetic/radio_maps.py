@@ -82,7 +82,7 @@ class RadioMaps(Drawn):
 
 
 def radio_field(built: Array, place: tuple[int, int]) -> Array:
-    """Return the received power per pixel, from 1 at the transmitter down to 0; `built` is True where a building is."""
+    """Return the received power per pixel, from 1 at the transmitter down to 0; `built` is True if a building is."""
     metres = METRES / len(built)
     distance = np.maximum(_distance(len(built), place) * metres, NEAREST)
     walls = _crossed(built, place) * metres * LOST_IN_WALLS
@@ -94,7 +94,7 @@ def radio_field(built: Array, place: tuple[int, int]) -> Array:
 
 
 def _city(draw: np.random.Generator, size: int) -> Array:
-    """Return True where a building is; ground is always left."""
+    """Return True if a building is; ground is always left."""
     built = np.zeros((size, size), bool)
     rows, columns = np.ogrid[0:size, 0:size]
     for _ in range(draw.integers(*_BLOCKS)):

@@ -86,7 +86,7 @@ class Autocasts:
             yield from scope.decorator_list
 
     def body(self, autocast: Autocast) -> list[ast.stmt]:
-        """Return the statements that an autocast is opened for; none where it is not seen."""
+        """Return the statements that an autocast is opened for; none if it is not seen."""
         withs: Iterator[ast.With | ast.AsyncWith] = self._script.each(ast.With, ast.AsyncWith)
         for with_ in withs:
             if any(self._script.value(item.context_expr) is autocast.call for item in with_.items):

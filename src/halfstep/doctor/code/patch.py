@@ -21,7 +21,7 @@ class Patch:
         self._spoiled = False
 
     def edits(self) -> tuple[Edit, ...]:
-        """Return the edits by line; none where one of the changes cannot be made safely."""
+        """Return the edits by line; none if one of the changes cannot be made safely."""
         if self._spoiled:
             return ()
         numbers = sorted({*self._above, *self._below, *self._changed})

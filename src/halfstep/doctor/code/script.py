@@ -47,7 +47,7 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 
 class Binding(NamedTuple):
-    """One place where a name gets a value; the value is None where it cannot be read off."""
+    """One place where a name gets a value; the value is None if it cannot be read off."""
 
     scope: ast.AST
     value: ast.expr | None
@@ -105,7 +105,7 @@ class Script:
     # -- names --------------------------------------------------------------------------------------------------------
 
     def names(self, node: ast.AST) -> frozenset[str]:
-        """Return the full names that an expression may stand for; none where that is not known."""
+        """Return the full names that an expression may stand for; none if that is not known."""
         return self._names(node, _DEEPEST)
 
     def is_one_of(self, node: ast.AST, wanted: frozenset[str]) -> bool:
@@ -336,7 +336,7 @@ def receiver(call: ast.Call) -> str | None:
 
 
 def argument(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
-    """Return an argument by name or position; None where it is not given."""
+    """Return an argument by name or position; None if it is not given."""
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value

@@ -29,7 +29,7 @@ def accelerate_settings(document: SettingsFile) -> SettingSource:
     found = [setting for setting in (_mixed_precision(document),) if setting]
     simple = {
         "downcast_bf16": "TPU only",
-        DISTRIBUTED: "how processes work together; no word on precision",
+        DISTRIBUTED: "how processes work together; sets no precision",
         "gpu_ids": "the GPUs that accelerate launch uses",
         "use_cpu": "accelerate runs on the CPU" if content.get("use_cpu") is True else "accelerate picks the device",
     }
@@ -74,7 +74,7 @@ def _mixed_precision(document: SettingsFile) -> FoundSetting | None:
     if _deepspeed_file(content):
         return None
     claim = claim_of("mixed_precision", NOT_GIVEN, "no")
-    return document.setting("mixed_precision", NOT_GIVEN, "accelerate takes this for 'no': fp32", claim)
+    return document.setting("mixed_precision", NOT_GIVEN, "accelerate reads this as 'no': fp32", claim)
 
 
 def _word(document: SettingsFile, value: object) -> str:
@@ -114,7 +114,7 @@ def _nested(document: SettingsFile) -> list[FoundSetting]:
         key = "deepspeed_config_file"
         found.append(document.setting(f"deepspeed_config.{key}", deepspeed[key], means))
     elif "zero_stage" in deepspeed:
-        means = "how much is sharded; no word on precision"
+        means = "how much is sharded; sets no precision"
         found.append(document.setting("deepspeed_config.zero_stage", deepspeed["zero_stage"], means))
     return found
 

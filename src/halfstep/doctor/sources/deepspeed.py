@@ -16,7 +16,7 @@ _OLD_BF16 = "bfloat16"
 def from_deepspeed(path: str, text: str | None = None) -> SettingSource:
     """Read `fp16.enabled` and `bf16.enabled` of a DeepSpeed JSON file; `auto` leaves them to the launcher.
 
-    Raise `BadRecipe` where the file is not JSON.
+    Raise `BadRecipe` if the file is not JSON.
     """
     return deepspeed_settings(read_document("deepspeed", path, text))
 
@@ -38,7 +38,7 @@ def deepspeed_settings(document: SettingsFile) -> SettingSource:
     found += [setting for key, value in formats.items() for setting in _scaler_words(document, key, value)]
     stage = sections.get("zero_optimization", {}).get("stage")
     if stage is not None:
-        found.append(document.setting("zero_optimization.stage", stage, "how much is sharded; no word on precision"))
+        found.append(document.setting("zero_optimization.stage", stage, "how much is sharded; sets no precision"))
     return SettingSource("deepspeed", document.place, found, training_settings(document, "", document.content))
 
 

@@ -61,7 +61,7 @@ def _use_cpu(name: str, value: str) -> FoundSetting:
 
 
 def _bf16_on_tpu(name: str, value: str) -> FoundSetting:
-    return _setting(name, value, "TPU only: fp32 numbers are held as bf16" if value != "0" else "off")
+    return _setting(name, value, "TPU only: fp32 numbers are stored as bf16" if value != "0" else "off")
 
 
 _READERS: dict[str, Callable[[str, str], FoundSetting]] = {

@@ -79,7 +79,7 @@ class _Builder:
         self._nodes = 0
 
     def take(self, event: Any) -> bool:
-        """Process one event; return whether the document goes on."""
+        """Process one event; return whether the document continues."""
         if isinstance(event, yaml.NodeEvent):
             self._nodes += 1
             if self._nodes > MOST_NODES or len(self._open) > DEEPEST:

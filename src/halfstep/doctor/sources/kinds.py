@@ -126,7 +126,7 @@ _READERS: dict[Kind, Callable[[SettingsFile], SettingSource]] = {
 
 
 def from_configuration(place: str, text: str) -> SettingSource | None:
-    """Return the settings of a YAML, JSON or TOML file, None where it has none.
+    """Return the settings of a YAML, JSON or TOML file, None if it has none.
 
     Raise the reader's errors for anything but plain data, and for a word that the reading program does not know.
     """

@@ -79,7 +79,7 @@ def speaks(text: str) -> bool:
 
 
 def names_only(place: str, text: str) -> SettingSource | None:
-    """Return the files and modules that a script names, without parsing it; None where it names no configuration."""
+    """Return the files and modules that a script names, without parsing it; None if it names no configuration."""
     if not words_of(text).has_any(*_OPENED):
         return None
     # Line by line: a search at every quotation mark of a file takes long.

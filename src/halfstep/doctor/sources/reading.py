@@ -113,7 +113,9 @@ def lightning_claim(key: str, value: object) -> WordReading:
     word = str(value).strip().lower()
     if word in LIGHTNING_TRUE:
         name = LIGHTNING_TRUE[word]
-        return WordReading(Claim(key, value, says=Named(name, "Lightning's word")), f"weights too are held in {name}")
+        return WordReading(
+            Claim(key, value, says=Named(name, "Lightning's word")), f"weights are also stored in {name}"
+        )
     if word in ("64-true", "64"):
         return WordReading(None, "compute in 64 bits")
     try:

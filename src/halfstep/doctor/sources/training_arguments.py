@@ -35,8 +35,8 @@ ARGUMENTS = frozenset(
 )
 """Fields by which a file of TrainingArguments is known."""
 _TELLS_NOTHING = {
-    "bf16_full_eval": "evaluation alone: weights too are held in bf16",
-    "fp16_full_eval": "evaluation alone: weights too are held in fp16",
+    "bf16_full_eval": "evaluation only: weights are also stored in bf16",
+    "fp16_full_eval": "evaluation only: weights are also stored in fp16",
     "tf32": "fp32 products as tf32 on NVIDIA GPUs since Ampere",
     "use_cpu": "transformers runs on the CPU",
     "logging_nan_inf_filter": "losses that are not finite are left out of the logs",

@@ -139,10 +139,10 @@ class RecentLosses:
 
 
 def check_version(own: Collection[str], given: Collection[str]) -> None:
-    """Raise StateMismatch where a saved state has other keys than this version's own."""
+    """Raise StateMismatch if a saved state has other keys than this version's own."""
     if set(given) != set(own):
         raise StateMismatch(
-            f"a spike guard's state with {', '.join(sorted(given)) or 'nothing'}: that of another version",
+            f"a spike guard's state with {', '.join(sorted(given)) or 'nothing'}: from another version",
             allowed=", ".join(own),
             do=f"continue without the guard's state: the usual losses are learned again in {BEGIN} steps",
         )

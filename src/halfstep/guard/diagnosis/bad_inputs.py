@@ -146,7 +146,7 @@ def _by_spread(leaf: Tensor) -> Tensor:
 
 
 def without(attempt: StepInputs, spot: Spot) -> StepInputs:
-    """Return the same step with another sample in place of this one, on the rank that has it."""
+    """Return the same step with another sample instead of this one, on the rank that has it."""
     if spot.rank != distributed.rank():
         return attempt
     microbatches = list(attempt.microbatches)
@@ -193,7 +193,7 @@ def _far(microbatches: Sequence[Any], path: str) -> Spot | None:
     if len(sizes) < 2 or not 0 < sizes[1][0] * FAR <= sizes[0][0]:
         return None
     largest, index, sample = sizes[0]
-    value = f"{number(largest)}, where no other sample exceeds {number(sizes[1][0])}"
+    value = f"{number(largest)}, and no other sample exceeds {number(sizes[1][0])}"
     return Spot(index, len(microbatches), path, sample, value, 1, distributed.rank())
 
 
@@ -247,10 +247,10 @@ class Past:
         if self.came_with_checkpoint:
             return f"it came with the checkpoint {self.checkpoint}"
         if not self.applied:
-            return "" if self.applied is None else "it was already so before the first step"
+            return "" if self.applied is None else "it was already bad before the first step"
         after = f", after resuming from {self.checkpoint}" if self.checkpoint else ""
         good = f"step {self.applied}, the last that was applied, was finite{after}"
-        return f"{good}{', or did not use it' if looked_up else ', so it went bad since'}"
+        return f"{good}{', or did not use it' if looked_up else ', so it turned bad later'}"
 
     def remedy(self, name: str) -> ProposedRemedy:
         """Return what to do about the bad tensor of this name."""
@@ -260,7 +260,7 @@ class Past:
             )
         if not self.applied:
             return ProposedRemedy(
-                "restore", f"check what builds or loads {name}: it was bad before the first step", None
+                "restore", f"check the code that builds or loads {name}: it was bad before the first step", None
             )
         return ProposedRemedy(
             "restore",

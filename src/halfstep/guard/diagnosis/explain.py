@@ -202,7 +202,7 @@ def strayed(fp32: TrialOutcome, history: History) -> str:
     ):
         usual = _median(before, enough)
         if usual is not None and abs(now) > FAR * max(usual, _first(before), learnt):
-            return f"fp32 is finite, but its {what} is {number(now)}, where the median before is {number(usual)}"
+            return f"fp32 is finite, but its {what} is {number(now)}, and the median so far is {number(usual)}"
     return ""
 
 
@@ -254,7 +254,7 @@ def too_large(model: nn.Module, largest_input: float, applied: int) -> str:
     if largest > HUGE_WEIGHT:
         return f"the largest weight is {number(largest)}, in {name}"
     if applied and largest_input > HUGE:
-        return f"numbers have grown to {number(largest_input)}, where the steps before were finite"
+        return f"numbers have grown to {number(largest_input)}, and earlier steps were finite"
     return ""
 
 

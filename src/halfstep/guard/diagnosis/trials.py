@@ -244,7 +244,7 @@ _AVERAGES = ("mean", "var", "std", "nll_loss", "mse_loss", "batch_norm", "layer_
 def effect_of(made: Made) -> str:
     """Return the effect of an operation, as the predicate of a sentence whose subject is its name."""
     if made.outside is not None:
-        return f"holds {_kinds(made)} before anything is computed"
+        return f"holds {_kinds(made)} before the first operation"
     return _too_large(made) or _of_zero(made) or _without_answer(made) or _other(made)
 
 
@@ -265,7 +265,7 @@ def _too_large(made: Made) -> str:
         return ""
     if made.in_fp32 > limit:
         return f"makes {number(made.in_fp32)} in {made.format}, whose largest number is {number(limit)}"
-    return f"makes {_kinds(made)} in {made.format}, where fp32 makes {number(made.in_fp32)}"
+    return f"makes {_kinds(made)} in {made.format}, and fp32 makes {number(made.in_fp32)}"
 
 
 def _of_zero(made: Made) -> str:
@@ -275,7 +275,7 @@ def _of_zero(made: Made) -> str:
     if any(each.kinds for each in made.operands) and not any(each.kinds for each in given):
         return f"is given {' and '.join(sorted(made.operands[-1].kinds))} by the code"
     if made.selects_nothing:
-        return "averages over nothing: every label is ignored, or weighs nothing"
+        return "averages over nothing: every label is ignored, or has weight 0"
     if name in _LOGS and given:
         return "takes the logarithm of a negative number" if NAN in made.kinds else "takes the logarithm of 0"
     if name in _ROOTS and NAN in made.kinds and made.operands and made.operands[0].has_negative:

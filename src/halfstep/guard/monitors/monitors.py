@@ -133,7 +133,7 @@ class Meters:
             self._begin(hooks=True)
 
     def between(self) -> None:
-        """Prepare between two steps, in place of `before`; no hooks, since the model may also run outside a step."""
+        """Prepare between two steps, instead of `before`; no hooks, since the model may also run outside a step."""
         self._steps += 1
         if self._steps >= self._next:
             self._begin(hooks=False)

@@ -91,7 +91,7 @@ class ScaleTrend(Monitor):
                 "loss-scale-falls",
                 "warning",
                 f"the loss scale of {name!r} fell from {2.0**before:g} at attempt {since} to {2.0**now:g} at attempt "
-                f"{report.attempt}, and goes on: ever larger gradients overflow{and_more(len(fresh) - 1)}",
+                f"{report.attempt}, and keeps falling: ever larger gradients overflow{and_more(len(fresh) - 1)}",
                 "precision=bf16, or a lower learning rate",
             )
         ]

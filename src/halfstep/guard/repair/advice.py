@@ -30,7 +30,7 @@ class Wording(NamedTuple):
     """One remedy, worded for a user's own script and for a run of `halfstep train`; `{}` is its target."""
 
     in_python: str
-    """The code to write; empty where the learning rate is the better advice."""
+    """The code to write; empty if the learning rate is the better advice."""
     in_words: str
     setting: str
     """The setting or option to add to the command; empty if there is none."""
@@ -41,7 +41,7 @@ _WORDINGS: dict[ProposedRemedyKind, Wording] = {
     "precision": Wording("precision={}", "compute in {}", "precision={}"),
     "eager": Wording("train without torch.compile", "run without compiled code", "train.compile=false"),
     "lower_rate": Wording("", LOWER_LR, "optimizer.lr={}"),
-    "fix_code": Wording("{}", "{}; then go on", ""),
+    "fix_code": Wording("{}", "{}; then continue", ""),
     "restore": Wording("{}", "{}", ""),
     "skip": Wording("", "{}", REPAIR),
 }

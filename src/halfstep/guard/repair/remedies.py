@@ -58,7 +58,7 @@ class Remedies:
 
     @property
     def precision(self) -> str | None:
-        """Return the precision in place of the one that was asked for, or None."""
+        """Return the precision that replaces the requested one, or None."""
         return next((remedy.target for remedy in reversed(self.placed) if remedy.kind == "precision"), None)
 
     @property

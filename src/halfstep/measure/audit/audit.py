@@ -44,7 +44,7 @@ from halfstep.precision.precision import Precision, precision_named
 from halfstep.status_line import OnProgress
 
 _DEVICE = "cuda"
-_WHY = "a device that is not here is followed without computing any"
+_WHY = "a device of another machine is traced without any"
 
 
 def watched_fake_step(make_case: Callable[[], Case], precision: Precision) -> ObservedStep:
@@ -116,7 +116,7 @@ def of_the_step(watched: ObservedStep, precision: Precision) -> list[Spotted]:
                 "work-elsewhere",
                 "warning",
                 f"{1 - seen.share:.0%} of the work is not in {seen.expected}: {', '.join(worst)}",
-                "take out what casts or switches autocast off there, or declare it: island(model, ...)",
+                "remove casts and autocast(enabled=False) there, or declare it: island(model, ...)",
             )
         )
     if watched.stopped is None:
@@ -138,15 +138,18 @@ def of_overflow(event: Event, survival: Survival, declared: tuple[str, ...]) -> 
     evidence = f"{survival.format} overflows {where(event)}"
     # An island's output is cast back to the format of its input; here the value overflows in that cast.
     if event.module in declared and event.operation == "aten._to_copy":
-        evidence += ", where the island gives back what it was given in"
-        do = f"let the island reach to where its numbers are small again, or {do}"
+        evidence += ", because the island casts its result back to the format of its input"
+        do = f"extend the island to where its numbers are small again, or {do}"
     finding = Finding("overflow", "error", evidence, do)
     return Spotted(finding, event.module, None, (event.module,))
 
 
 def of_spoiled(survival: Survival) -> Spotted:
     """Return the finding for a non-finite loss or gradient where every value fits."""
-    do = " or ".join(survival.do) or "look at the batch and at the weights: fp32 fails too, or divides by what vanished"
+    do = (
+        " or ".join(survival.do)
+        or "check the batch and the weights: fp32 fails too, or divides by a number that vanished"
+    )
     return _without_place(Finding("not-finite", "error", survival.verdict, do))
 
 
@@ -158,7 +161,7 @@ def of_not_finite(precision: Precision, watched: ObservedStep) -> Spotted:
             "not-finite",
             "error",
             f"{what} is not finite in {precision.name}: no narrow format is at fault",
-            "look at the batch, the weights and the loss; in a loop halfstep.diagnose(stepper, report) names the line",
+            "check the batch, the weights and the loss; in a loop halfstep.diagnose(stepper, report) names the line",
         )
     )
 
@@ -171,7 +174,7 @@ def of_islands(verdicts: Iterable[IslandVerdict]) -> list[Spotted]:
                 "island-not-needed",
                 "note",
                 f"the island {named(one.path)} costs speed and saves nothing here: {one.why}",
-                "take it away and look again, on a batch from later in training too",
+                "remove it and audit again, also on a batch from later in training",
             ),
             one.path,
             None,
@@ -200,7 +203,7 @@ def _near_the_end(watched: ObservedStep, precision: Precision) -> list[Spotted]:
         "warning",
         f"{number(numbers.largest)} in {named(module)} against {number(limit)}: {numbers.headroom:.1f} bits from the "
         f"end of {precision.name}{more}",
-        f'island(model, "{module}")' if module and not module.startswith("(") else "scale it down, or take bf16",
+        f'island(model, "{module}")' if module and not module.startswith("(") else "scale it down, or use bf16",
     )
     return [Spotted(finding, module, None, tuple(near))]
 
@@ -326,7 +329,7 @@ class _Audited:
     def _notes(self) -> list[str]:
         notes = [f"rules: {self.device.type.upper()} autocast, run here", ONE_STEP]
         if self.narrow:
-            notes.insert(1, "each result was computed in fp32 and rounded once, so that what does not fit is known")
+            notes.insert(1, "each result was computed in fp32 and rounded once, so that overflows are known")
         if self.declared and not self.narrow:
             notes.append(f"islands change nothing in {self.precision.name}")
         return notes
@@ -336,13 +339,13 @@ def _described(name: str, make_case: Callable[[], Case], target: Target, precisi
     if target.rules != "cuda":
         raise WrongUse(
             f"--device {target.id}, which is not on this machine",
-            allowed="a device that is here, or one that follows CUDA's rules, such as a100-80gb",
+            allowed="a device of this machine, or one that follows CUDA's rules, such as a100-80gb",
             do="leave --device out",
         )
 
     case = make_case()
     chosen = resolve_precision(precision or case.requested_precision, target.device)
-    notes = ["by CUDA's rules, not run: formats are as its autocast decides them, and no number is known"]
+    notes = ["by CUDA's rules, not run: formats as CUDA's autocast chooses them, without numbers"]
     watched, interrupted = None, False
     try:
         watched = watched_fake_step(lambda: case, chosen)
@@ -353,7 +356,7 @@ def _described(name: str, make_case: Callable[[], Case], target: Target, precisi
     except Exception as error:
         raise _not_followed(target, error) from error
     if islands(case.model):
-        notes.append("whether islands are needed was not judged: that takes numbers")
+        notes.append("islands were not judged: that needs numbers")
     return _audit(
         name, case, chosen, watched, device=target.device.name, run=False, islands=(), more=[], notes=notes,
         interrupted=interrupted,

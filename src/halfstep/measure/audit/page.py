@@ -84,7 +84,7 @@ class Audit(JsonResult, ShownAsPage):
             work = f"{share(in_fp8 / sum(self.flops.values()))} of the work in fp8"
         if self.share is not None:
             outside = " outside islands" if self.island_share else ""
-            enough = f"of the {'rest' if in_fp8 else 'work'}{outside} in {self.format} as asked"
+            enough = f"of the {'rest' if in_fp8 else 'work'}{outside} in {self.format} as requested"
             others = f"{share(self.share)} {enough}" if self.share >= 0.9 else f"only {share(self.share)} {enough}"
             work = f"{work}, {others}" if in_fp8 else others
         count = len(self.spotted)
@@ -165,7 +165,7 @@ class ModuleGroup:
         return min(bits, default=None)
 
     def underflow(self, way: str) -> float | None:
-        """Return the largest share that vanished; None where no values are known."""
+        """Return the largest share that vanished; None if no values are known."""
         return max((found.underflow for found in self._numbers(way)), default=None)
 
     def _numbers(self, way: str) -> list[RangeOfValues]:
@@ -240,7 +240,7 @@ def _computed(row: ModuleRow, asked: str) -> Text:
     if not row.computed:
         return Span("-", "dim")
     name, share = next(iter(row.computed.items()))
-    # Work in another format than asked for, and in no island: probably unintended.
+    # Work in another format than requested, and in no island: probably unintended.
     is_stray = bool(row.flops) and name != asked and row.island is None
     style: Style = "warn" if is_stray else "note" if row.island is not None else ""
     return Span(name if share >= _MIXED else f"{name} {share:.0%}", style)

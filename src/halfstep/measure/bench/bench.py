@@ -340,7 +340,7 @@ def _check_kept(arms: Iterable[RecipeCandidate], seeds: Sequence[int], folder: P
     if taken is not None:
         raise FolderTaken(
             f"{folder}, which has runs of another recipe, setting, device or version ({taken.name})",
-            allowed="a folder for each bench; the same command goes on in its own",
+            allowed="a folder for each bench; the same command resumes in its own",
             do="--out NEW",
         )
 
@@ -358,7 +358,7 @@ def _recipe(subject: Subject, changed: tuple[str, ...]) -> Any:
         if key in _OURS or key in PRECISION_WORDS or key == "precision":
             raise WrongUse(
                 f"{key} among the settings of a bench",
-                allowed="precisions by --precisions, seeds by --seeds, a folder by --out; any other setting as it is",
+                allowed="precisions by --precisions, seeds by --seeds, a folder by --out; any other setting as usual",
                 do=f"leave out {key}",
             )
     # Fixed values, so that the identity of a run does not depend on its seed and folder.

@@ -264,7 +264,7 @@ def check_folder(folder: Path, name: str) -> None:
     nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     # Creating a file in a folder needs X_OK as well.
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        what = "which may not be written" if nearest.is_dir() else "which is a file"
+        what = "which is not writable" if nearest.is_dir() else "which is a file"
         raise FolderTaken(f"{nearest}, {what}", allowed="a folder, or a place for a new one", do="--out NEW")
     earlier = read_json(folder / "bench.json")
     if isinstance(earlier, dict) and earlier.get("name", name) != name:

@@ -214,7 +214,7 @@ def _unknown(text: str) -> UnknownName:
     near = [plain[found] for found in difflib.get_close_matches(_plain(text), plain, n=1, cutoff=0.6)]
     # Another number is another card: a suggestion is made only if the typed number is a prefix of its number.
     meant = bool(near) and _number_of(near[0]).startswith(_number_of(text))
-    size = "say its memory instead: --device 24GB"
+    size = "give its memory instead: --device 24GB"
     return UnknownName(
         f"device {text!r} is not known",
         allowed=f"{', '.join(_by_id())}, a size such as 24GB, {', '.join(present())}, {HERE}",

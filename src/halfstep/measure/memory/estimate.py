@@ -73,17 +73,17 @@ def notes_of(
         if not found.native:
             notes.append(Note(f"{precision.name} is not native here: {found.reason}", only_here=True))
         if precision.scaled:
-            inside = "what convolutions take inside themselves in this precision on a CPU is not counted"
+            inside = "the workspace of convolutions in this precision on a CPU is not counted"
             notes.append(Note(inside, only_here=True))
     if setting.weight_format != FP32.name and gradients:
-        why = "they are added up over micro-batches" if setting.microbatches > 1 else "nothing is added up"
+        why = "they are accumulated over micro-batches" if setting.microbatches > 1 else "nothing is accumulated"
         notes.append(Note(f"weights as {setting.weight_format}, their gradients in {gradients}: {why}"))
     if compiled_update:
-        notes.append(Note("what torchao's compiled update takes inside itself is not counted", only_here=True))
+        notes.append(Note("the workspace of torchao's compiled update is not counted", only_here=True))
     if setting.compile:
         notes.append(Note(COMPILED))
     if at_peak["buffers"] > _WORTH_NAMING * peak:
-        notes.append(Note("buffers count twice: a step keeps a copy of them, to take an update back"))
+        notes.append(Note("buffers count twice: a step keeps a copy of them, to roll back an update"))
     return tuple(notes)
 
 
@@ -210,7 +210,7 @@ def estimate(
     """
     if any(size is not None and size < 1 for size in (batch_size, microbatches)):
         given = f"batch_size={batch_size}, microbatches={microbatches}"
-        raise WrongUse(given, allowed="1 or more of each", do="leave them out to take the batch as it is")
+        raise WrongUse(given, allowed="1 or more of each", do="omit them to use the batch unchanged")
     try:
         measured = subject_of(subject, loss_fn, batch, settings)
         make_case, case = (measured.open, measured) if isinstance(measured, Case) else made_once(measured.describe)

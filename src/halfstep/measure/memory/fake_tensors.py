@@ -49,7 +49,7 @@ class Walk:
 
     waiting: dict[Any, Gradients] = field(default_factory=dict)
     running: Any = None
-    """The node being called; reported in place of `torch._C._current_autograd_node`."""
+    """The node being called; reported instead of `torch._C._current_autograd_node`."""
     number: int = 0
     """The id of this backward."""
     expected: Counter[int] = field(default_factory=Counter)
@@ -206,7 +206,7 @@ def wrong_use_of(error: Exception, samples: Sequence[str], do: str) -> WrongUse:
 
 
 # -- refusal ----------------------------------------------------------------------------------------------------------
-# Report code that needs tensor values where there are none, as an error that names its line.
+# Report code that needs tensor values if there are none, as an error that names its line.
 
 
 # A plain RuntimeError: its text is the only way to recognize it.
@@ -237,7 +237,7 @@ def _refusal(error: BaseException, function: str, why: str) -> WrongUse:
     return WrongUse(
         f"{asked_at(error)} {what} but {why}",
         allowed="code whose sizes and branches do not depend on the numbers in tensors",
-        do="use torch.where, or multiply by the mask; read a tensor after the step; or take that line out",
+        do="use torch.where, or multiply by the mask; read a tensor after the step; or remove that line",
     )
 
 
@@ -522,8 +522,8 @@ def _as_it_runs(optimizer: torch.optim.Optimizer, device: torch.device) -> torch
     closure = signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         raise WrongUse(
-            f"{type(optimizer).__name__}, whose step runs the model as often as it likes",
-            allowed="optimizers that take a step from gradients that are there: step()",
+            f"{type(optimizer).__name__}, whose step runs the model any number of times",
+            allowed="optimizers that step from existing gradients: step()",
             do="estimate with the optimizer left out, and add its state by hand",
         )
     for group in optimizer.param_groups:
@@ -543,7 +543,9 @@ def ready(loss: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise WrongUse(
-            f"{what} as the loss" if not isinstance(value, Tensor) or value.ndim else "a loss that no parameter is in",
+            f"{what} as the loss"
+            if not isinstance(value, Tensor) or value.ndim
+            else "a loss that depends on no parameter",
             allowed="a scalar tensor with a graph behind it, or Counted(sum, count)",
             do="return loss.mean(), and call the model outside torch.no_grad()",
         )

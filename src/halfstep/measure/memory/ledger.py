@@ -117,7 +117,7 @@ def memory_blocks(columns: Sequence[Ledger]) -> Iterator[Block]:
 
 
 def note_blocks(notes: Iterable[str]) -> Iterator[Block]:
-    """Yield notes below a heading; nothing where there are none."""
+    """Yield notes below a heading; nothing if there are none."""
     for number, note in enumerate(notes):
         if number == 0:
             yield Heading("Notes")

@@ -77,7 +77,7 @@ def _device(found: DeviceEstimate) -> Iterator[Block]:
 
 
 def _peak(found: DeviceEstimate, row: BatchFit) -> str:
-    """Return the peak of the first batch that was asked for."""
+    """Return the peak of the first batch that was requested."""
     for column in found.columns:
         if (column.setting.precision, column.setting.recompute) == (row.precision, row.recompute):
             return numbers.size(column.peak)

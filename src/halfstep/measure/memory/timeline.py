@@ -322,7 +322,7 @@ def not_covered(found: dict[str, str]) -> str:
     named = ", ".join(
         name if module == OUTSIDE else f"{name} in {module or 'the model itself'}" for name, module in found.items()
     )
-    return f"not verified: what these take inside themselves has not been held against a real run: {named}"
+    return f"not verified: the workspace of these was not compared with a real run: {named}"
 
 
 # -- timeline ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ _HALF = 0.45
 
 @dataclass(frozen=True)
 class EstimateColumn(Ledger):
-    """The ledger of a setting that was asked for."""
+    """The ledger of a setting that was requested."""
 
     json_keys: ClassVar[tuple[str, ...]] = (*Ledger.json_keys, "fits")
     fits: bool = False
@@ -26,7 +26,7 @@ class EstimateColumn(Ledger):
 
 @dataclass(frozen=True)
 class NativeFormat:
-    """Whether a device computes in a format natively; `native` is None where the device is only a size."""
+    """Whether a device computes in a format natively; `native` is None if the device is only a size."""
 
     native: bool | None
     reason: str
@@ -85,7 +85,7 @@ class Saving(TrainSetting):
     """The memory that a setting saves against fp32 with the same batch."""
 
     saved: float
-    """Share of fp32's peak; negative where it takes more."""
+    """Share of fp32's peak; negative if it takes more."""
     why: str
     """Why it is less than half; else empty."""
 

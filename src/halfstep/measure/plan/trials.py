@@ -44,8 +44,8 @@ def refuse_broken_fp32(name: str, trail: Sequence[float]) -> None:
     found = f"the loss is {trail[broken - 1]} at update {broken}" if broken else "no update was applied"
     raise WrongUse(
         f"{name} does not train in strict fp32: {found}",
-        allowed="finite losses and gradients in strict fp32: speeds of other steps mean nothing",
-        do="look at the data for values that are not finite, and at the learning rate, which may be too large",
+        allowed="finite losses and gradients in strict fp32: speeds of failing steps mean nothing",
+        do="check the data for non-finite values, and whether the learning rate is too large",
     )
 
 
@@ -95,8 +95,8 @@ class SettingTrials:
         else:
             raise WrongUse(
                 f"strict fp32 does not fit here, not even with {candidates[-1].batch} samples at a time",
-                allowed="a model of which one update fits into the memory that is free",
-                do=f"see what it takes with `halfstep estimate {name}`",
+                allowed="a model whose update fits into the free memory",
+                do=f"see its memory with `halfstep estimate {name}`",
             )
         try:
             seconds = self.runner.warm(setting, seconds=self.budget.seconds / 6)

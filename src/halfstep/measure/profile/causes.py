@@ -61,7 +61,7 @@ def slow_data(facts: ProfileFacts) -> Cause | None:
         "slow-data",
         f"waiting for data takes {feeding.wait_share:.0%} of a step, and no number of workers can hide it",
         evidence,
-        "make a sample cheaper to read: see where reading spends its time",
+        "make a sample cheaper to read: profile the reading of a sample",
         next_command.reading(facts),
         feeding.wait_share,
     )
@@ -117,7 +117,7 @@ def unexplained(facts: ProfileFacts) -> Cause | None:
         f"waiting for data takes {feeding.wait_share:.0%} of a step, though {several(feeding.workers, 'worker')} "
         "should be enough",
         _reading(feeding),
-        "see where reading spends its time",
+        "profile the reading of a sample",
         next_command.reading(facts),
         feeding.wait_share,
     )
@@ -186,11 +186,7 @@ def fp32_island(facts: ProfileFacts) -> Cause | None:
     share = facts.shares.get(WIDE, 0.0) * (1 - 1 / _narrow_gain(facts))
     modules = list(facts.work.wide)
     declared = [name for name in modules if name in facts.work.islands]
-    do = (
-        f"take island() away from {listed(declared)}"
-        if declared
-        else "take out what casts or switches autocast off there"
-    )
+    do = f"remove island() from {listed(declared)}" if declared else "remove casts and autocast(enabled=False) there"
     return Cause(
         "fp32-island",
         f"{facts.work.wide_share:.0%} of the matrix work still runs in fp32, in {listed(modules)}",
@@ -215,7 +211,7 @@ def tf32_baseline(facts: ProfileFacts) -> Cause | None:
         f"a step takes {duration(race.fp32)} in strict fp32, {duration(race.own_fp32)} in fp32 as this code sets it, "
         f"and {duration(race.asked)} in {facts.asked}: "
         f"{race.speedup:.2f}x of strict fp32, {race.own_fp32 / race.asked:.2f}x of yours",
-        "compare with strict fp32, or take the gain that you have",
+        "compare with strict fp32, or keep the gain that you have",
         next_command.benched(facts),
         share,
     )
@@ -287,7 +283,7 @@ def slow_code(facts: ProfileFacts) -> Cause | None:
         "slow-code",
         f"code between operations takes {sum(code.values()):.0%} of computing a step, most of it in {worst}",
         f"{worst} takes {share:.0%}" + (f": `{text}`" if text else ""),
-        "take it out of the loss function and the model, run it in one step of many, or write it in torch operations",
+        "move it out of the loss function and the model, run it in one step of many, or write it in torch operations",
         next_command.again(facts),
         sum(code.values()) * (1 - facts.waiting),
     )
@@ -499,7 +495,7 @@ def _ending(facts: ProfileFacts) -> Cause:
     if not facts.narrow:
         return Cause(
             "already-fast",
-            f"nothing is wrong, and nothing narrower than {facts.asked} was asked for",
+            f"nothing is wrong, and nothing narrower than {facts.asked} was requested",
             _where(facts),
             "try another precision",
             next_command.in_precision(facts, facts.instead)

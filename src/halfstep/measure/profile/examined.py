@@ -208,7 +208,7 @@ def _next(batches: Iterator[tuple[bool, Any]], candidate: Candidate) -> tuple[li
     window = [batch for _, batch in zip(range(candidate.setting.microbatches), batches, strict=False)]
     wait = max(0.0, time_with_core() - start)
     if not window:
-        raise WrongUse("the data gave no batch", allowed="a loader with at least one batch", do="look at its samplers")
+        raise WrongUse("the data gave no batch", allowed="a loader with at least one batch", do="check its samplers")
     begins = any(first for first, _ in window)
     return [placed_batch(batch, candidate.device, candidate.setting.channels_last) for _, batch in window], wait, begins
 
@@ -414,7 +414,7 @@ class Examined:
     @property
     def asked(self) -> Candidate:
         """Return the candidate in the requested precision."""
-        assert self._asked is not None, "nothing is measured in a precision that was refused"
+        assert self._asked is not None, "nothing is measured in a refused precision"
         return self._asked
 
     @property
@@ -463,7 +463,7 @@ def _idle(report: StepReport) -> str:
     what = (
         "the loss is not finite" if report.reason == LOSS_NOT_FINITE else f"updates are not applied ({report.reason})"
     )
-    return f"{what}: times of steps that are skipped say nothing"
+    return f"{what}: the times of skipped steps mean nothing"
 
 
 def fp32_means(device: torch.device) -> str:

@@ -149,7 +149,7 @@ class LineSampler:
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, str | None]] = []
-        """When, and `file:line`; None where no code of the user runs."""
+        """When, and `file:line`; None if no code of the user runs."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, args=(threading.get_ident(),), daemon=True)
 

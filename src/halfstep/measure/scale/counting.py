@@ -233,7 +233,7 @@ def _one_chunk_at_a_time() -> AbstractContextManager[None]:
 
 
 class LazyChunks(Sequence[Tensor]):
-    """The chunks of `torch.chunk`, made when they are read, and as many as were asked for: the last may be empty."""
+    """The chunks of `torch.chunk`, made when they are read, and as many as were requested: the last may be empty."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._chunks, self._dim = tensor, num_chunks, dim

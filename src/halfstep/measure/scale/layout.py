@@ -76,12 +76,12 @@ def ranks_and_nodes(world: int, nodes: int | None) -> tuple[int, int]:
         nodes = world // _USUAL if world % _USUAL == 0 else 1
     if nodes < 1 or world % nodes:
         usual = f"--nodes {world // _USUAL}" if world % _USUAL == 0 else "--nodes 1"
-        raise WrongUse(f"{world} ranks on {nodes} nodes", allowed="as many ranks on every node", do=usual)
+        raise WrongUse(f"{world} ranks on {nodes} nodes", allowed="the same number of ranks on every node", do=usual)
     return world, nodes
 
 
 def layouts(world: int, nodes: int, sharding: str, shard: int | None) -> list[RankLayout]:
-    """Return the layouts that were asked for, the least sharded first; for `auto` all of them.
+    """Return the layouts that were requested, the least sharded first; for `auto` all of them.
 
     Those are DDP, HSDP within a node, HSDP over 2, 4, 8, ... nodes, and FSDP. Raises `UnknownName` for a sharding that
     there is not, and `WrongUse` for a shard size that does not go with it.

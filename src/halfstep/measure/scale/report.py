@@ -102,7 +102,7 @@ def _one(given: Sequence[Given], name: str) -> Given | None:
 
 
 def _setting(case: Case, options: EstimateOptions, target: Target) -> StepSetting:
-    """Return the setting of every rank: the case's own, in the device's precision unless another was asked for."""
+    """Return the setting of every rank: the case's own, in the device's precision unless another was requested."""
     name = _one(options.precisions, "--precision") or OWN_PRECISION
     (precision,) = precisions(target, replace(options, precisions=(name,)))
     batch = _one(options.batches, "--batch") or case.setting.batch or size_of(case.batch)
@@ -188,7 +188,7 @@ def reason(
     if sharding != AUTO:
         return f"{taken.name} fits: {needs}"
     if layout.sharding == DDP:
-        return f"{taken.name}: a whole copy takes {needs}, so that no parameter has to be sent"
+        return f"{taken.name}: a whole copy takes {needs}, so no parameter has to be sent"
     passed = rows[rows.index(taken) - 1]
     where = "inside a node" if layout.shard_size <= layout.per_node else "over nodes"
     return (
@@ -203,8 +203,8 @@ def _notes(rows: Sequence[LayoutCost], links: Links | None, target: Target) -> l
         if row.counts.padded > _PADDED:
             better = " hsdp with smaller shard groups avoids it" if row.layout.sharding == FSDP else ""
             notes.append(
-                f"{row.name}: {row.counts.padded:.2f} times the model is held and sent, because parameters with fewer "
-                f"rows than ranks are padded;{better or ' take a smaller --shard-size'}"
+                f"{row.name}: {row.counts.padded:.2f} times the model is stored and sent, because parameters with "
+                f"fewer rows than ranks are padded;{better or ' take a smaller --shard-size'}"
             )
     if links is None:
         notes.append(f"no links are known for {target.id}, so that there are no seconds; see links.json")

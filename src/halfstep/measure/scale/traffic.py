@@ -106,7 +106,7 @@ class StepSeconds:
 
 
 def times(counted: RankCounts, links: Links | None, microbatches: int) -> StepSeconds | None:
-    """Return the modeled seconds of a step; None where the links are not known.
+    """Return the modeled seconds of a step; None if the links are not known.
 
     FSDP2 and DDP communicate while they compute: the forward hides what comes in forward, and the backward, taken as
     twice the forward, what comes in backward.

@@ -72,6 +72,6 @@ def _loop(call: str, under: str) -> Finding:
     return Finding(
         "loop-in-loss",
         "error",
-        f"{call} is called inside the loss function{under}: autocast belongs round forward and loss only",
+        f"{call} is called inside the loss function{under}: autocast belongs around forward and loss only",
         "return the loss, and leave backward and the update to the loop: stepper.step(loss_fn, batch)",
     )

@@ -45,7 +45,7 @@ class Eps:
         of_a_norm = bool(seen.inputs) and seen.inputs[0].untyped_storage()._cdata in self._norms
         if not of_a_norm or seen.result.device.type != "cpu":
             return ""
-        return "; by the CPU's rules: CUDA's autocast takes norms in fp32"
+        return "; by the CPU's rules: CUDA's autocast computes norms in fp32"
 
 
 def _vanished_eps_finding(seen: NarrowOperation, scalar: float, by: str) -> Finding | None:
@@ -55,7 +55,7 @@ def _vanished_eps_finding(seen: NarrowOperation, scalar: float, by: str) -> Find
         "warning",
         f"{number(scalar)} is 0 in {seen.format.name}, whose smallest number is "
         f"{facts.smallest_normal * facts.eps:.1g}: {_name(seen)} with it protects nothing{by}",
-        f"take one that the format has, such as {facts.smallest_normal:.1g}, or widen first: halfstep.widen(x)",
+        f"use a number of the format, such as {facts.smallest_normal:.1g}, or widen first: halfstep.widen(x)",
     )
 
 
@@ -84,7 +84,7 @@ def _one_minus_nothing(seen: NarrowOperation) -> Finding | None:
         "warning",
         f"1 - x is 1 in {seen.format.name} for {int(lost.sum())} of {given.numel()} numbers, "
         f"such as x = {number(float(given[lost].max()))}",
-        "compute schedules in fp32, and cast what comes out of them",
+        "compute schedules in fp32, and cast the results",
     )
 
 

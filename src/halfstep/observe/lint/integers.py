@@ -58,7 +58,7 @@ def _rounded(given: Tensor, format: Format) -> Finding | None:
     return Finding(
         "integers-rounded",
         "warning",
-        f"whole numbers up to {number(largest)} are rounded to {format.name}, which counts to {counts}: "
+        f"integers up to {number(largest)} are rounded to {format.name}, which counts to {counts}: "
         f"{number(before)} becomes {number(became)}{merged}",
         _FIX,
     )

@@ -88,7 +88,7 @@ def _merged(group: list[Spotted]) -> Spotted:
     first = group[0]
     modules = tuple(dict.fromkeys(one.module for one in group))
     named = first.module not in ("", OUTSIDE)
-    island = f'island(model, "{first.module}")' if named else "halfstep.island round the function that does it"
+    island = f'island(model, "{first.module}")' if named else "halfstep.island around the function that does it"
     finding = replace(
         first.finding, evidence=_evidence(first, len(modules)), fix=first.finding.fix.replace("{island}", island)
     )

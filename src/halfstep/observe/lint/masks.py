@@ -21,7 +21,7 @@ _FILLS = (
 """Operations for which torch checks the number, and raises."""
 PACKETS = (*_FILLS, _aten.where, _aten.scalar_tensor, _aten.index_put_, _aten.add, _aten.sub, _aten.mul, _aten._to_copy)
 _REFUSED = "torch refuses to fill it in"
-_NAN = "a row that is masked whole becomes NaN"
+_NAN = "a fully masked row becomes NaN"
 
 
 def look(seen: NarrowOperation) -> Finding | None:

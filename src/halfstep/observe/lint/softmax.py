@@ -32,7 +32,7 @@ def look(seen: NarrowOperation) -> Finding | None:
     return Finding(
         "softmax-in-half",
         "warning",
-        f"{name} over {wide.shape[dimension]} numbers is kept in {seen.format.name}, "
+        f"{name} over {wide.shape[dimension]} numbers is computed in {seen.format.name}, "
         f"and its probabilities are {error:.1%} off",
         f"widen before it: halfstep.widen(x).{name}(...), or use F.cross_entropy, which does",
     )

@@ -22,5 +22,5 @@ def look(model: nn.Module) -> Finding | None:
         "error",
         f"{len(narrow)} of {total} trained weights are stored in {format.name}, {first} first: "
         f"an update below {format.epsilon / 2:.1g} of a weight vanishes",
-        "model.float(), and ask for the precision instead: the step casts weights for computing only",
+        "model.float(), and request the precision instead: the step casts weights for computing only",
     )

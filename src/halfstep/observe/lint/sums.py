@@ -49,7 +49,7 @@ def _miscounted(seen: NarrowOperation) -> Finding | None:
         "count-rounded",
         "warning",
         f"{_name(seen)} counts {number(true)} ones as {number(found)}: {seen.format.name} counts to {counts}",
-        "count in whole numbers or in fp32: mask.cumsum(-1) before the cast",
+        "count in integers or in fp32: mask.cumsum(-1) before the cast",
     )
 
 

@@ -17,7 +17,7 @@ _SPREADS = (_aten.var, _aten.var_mean, _aten.std, _aten.std_mean)
 _BATCH = (_aten.native_batch_norm, _aten._native_batch_norm_legit, _aten._batch_norm_with_update)
 _NORMS = (_aten.native_layer_norm, _aten.native_group_norm, *_BATCH)
 PACKETS = (*_SPREADS, *_NORMS)
-_FIX = "take the mean away in fp32 before it is rounded: {island}"
+_FIX = "subtract the mean in fp32, before rounding: {island}"
 
 
 def look(seen: NarrowOperation) -> Finding | None:

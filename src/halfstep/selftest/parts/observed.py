@@ -1,4 +1,4 @@
-"""The first step runs in what was asked for, and a step that does not is refused."""
+"""The first step runs in the requested precision; a step that does not is refused."""
 
 from __future__ import annotations
 
@@ -63,4 +63,4 @@ def _refused(precision: Precision, device: torch.device) -> None:
         same = all(map(torch.equal, before, model.parameters()))
         require(same, f"{precision}: a step that was refused moved the weights")
     else:
-        raise PartFailed(f"{precision}: a model that switches autocast off was trained in fp32 without a word")
+        raise PartFailed(f"{precision}: a model that switches autocast off was trained in fp32 without a warning")

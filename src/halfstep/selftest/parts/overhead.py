@@ -44,7 +44,9 @@ def check(place: PartContext) -> Measured:
         found, itself = _raced(arms, Stopwatch(device))
         if found.median <= MOST:
             break
-    require(found.median <= MOST, f"a step takes {found.median:.2f} times as long as by hand, more than {MOST}")
+    require(
+        found.median <= MOST, f"a step takes {found.median:.2f} times as long as one written by hand, more than {MOST}"
+    )
     added = found.added_seconds * 1e6
     figures = {"ratio": found.median, "against_itself": itself.median, "added_us": added, "pairs": found.pairs}
     words = f"{found.median:.3f}x of by hand in {precision} (aa {itself.median:.3f}x)"

@@ -35,11 +35,11 @@ def check(place: PartContext) -> Measured:
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as ranks:
         answers = dict(enumerate(ranks.map(rank, range(count))))
     agreed(answers)
-    return Measured(f"{count} ranks on {backend}: 4 of 4 decisions alike", {"ranks": count, "backend": backend})
+    return Measured(f"{count} ranks on {backend}: 4 of 4 decisions equal", {"ranks": count, "backend": backend})
 
 
 def agreed(answers: dict[int, dict[str, Any]]) -> None:
-    """Raise PartFailed where the ranks did not decide alike, or did not decide right."""
+    """Raise PartFailed if the ranks did not decide alike, or did not decide right."""
     wanted = {"clean": None, "nan": LOSS_NOT_FINITE, "again": None}
     for rank, answer in sorted(answers.items()):
         for window, reason in wanted.items():
@@ -52,9 +52,7 @@ def agreed(answers: dict[int, dict[str, Any]]) -> None:
         weights = {str(answer[window]["weights"]) for answer in answers.values()}
         require(len(weights) == 1, f"after a {window} window the ranks have different weights")
     first = answers[0]
-    require(
-        first["clean"]["weights"] != first["again"]["weights"], "an applied window left the weights where they were"
-    )
+    require(first["clean"]["weights"] != first["again"]["weights"], "an applied window did not change the weights")
 
 
 def _world(device: torch.device) -> tuple[int, str]:

@@ -89,5 +89,5 @@ def _named(verdict: Verdict, operation: str, cause: Cause) -> None:
     found = verdict.culprit
     where = f"{found.operation or found.outside} in {found.module or 'the model'}" if found else "nothing"
     right = found is not None and found.operation.startswith(operation) and found.module == _PLACE
-    require(right, f"{operation} was planted in {_PLACE}, and {where} was named")
+    require(right, f"{operation} was planted in {_PLACE}, but {where} was named")
     require(verdict.cause == cause, f"{operation} in {_PLACE} was taken for {verdict.cause}, and it is {cause}")

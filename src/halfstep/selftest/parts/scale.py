@@ -62,7 +62,7 @@ def _followed(device: torch.device) -> int:
         if falls == _ATTEMPTS:
             raise PartFailed(f"gradients overflow at every loss scale down to {last:g}")
     require(falls > 0, "a loss scale of 2**24 did not overflow fp16")
-    require(not torch.equal(scaled.weights(), before), "an applied step left the weights where they were")
+    require(not torch.equal(scaled.weights(), before), "an applied step did not change the weights")
     scaled.stepper.step(_loss, scaled.batch)
     risen = scaled.stepper.step(_loss, scaled.batch).loss_scale
     require(risen == 2 * last, f"two clean steps took the loss scale from {last:.0f} to {risen:.0f}, not to its double")

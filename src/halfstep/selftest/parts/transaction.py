@@ -42,7 +42,7 @@ class _Trained:
         )
 
     def update(self) -> None:
-        """Step until an update is applied; raise PartFailed where none is."""
+        """Step until an update is applied; raise PartFailed if none is."""
         for _ in range(_ATTEMPTS):
             report = self.stepper.step(classified, batch(self.device))
             if report.applied:

@@ -121,12 +121,12 @@ class Chunks:
     def open(self, chunk: int) -> Any:
         """Open a chunk memory-mapped, and check its key and its shape.
 
-        Raise `BadData` where the file belongs to other latents; SafetensorError or OSError where it is incomplete.
+        Raise `BadData` if the file belongs to other latents; SafetensorError or OSError where it is incomplete.
         """
         opened = safe_open(self.path(chunk), "pt")  # type: ignore[no-untyped-call]
         about = opened.metadata() or {}
         if (about.get("key"), about.get("chunk")) != (self.key, str(chunk)) or set(opened.keys()) != {MOMENTS, GOOD}:
-            raise refused(self.path(chunk), "it holds other latents than its name says")
+            raise refused(self.path(chunk), "its latents do not match its name")
         count = len(self.numbers(chunk))
         if any(opened.get_slice(name).get_shape()[:1] != [count] for name in (MOMENTS, GOOD)):
             raise refused(self.path(chunk), f"it does not hold {count} samples")
@@ -141,7 +141,7 @@ class Chunks:
         return True
 
     def is_whole(self, chunk: int) -> bool:
-        """Return whether a chunk can be used; False where it must be encoded. Raise `BadData` where it is corrupt or
+        """Return whether a chunk can be used; False if it must be encoded. Raise `BadData` if it is corrupt or
         foreign.
 
         A truncated file is an unfinished copy, which is encoded again. A complete file with other values was changed by
@@ -153,9 +153,9 @@ class Chunks:
         except (OSError, SafetensorError):
             return False
         if not bool(torch.isfinite(moments).all()):
-            raise refused(self.path(chunk), "it holds numbers that are not finite")
+            raise refused(self.path(chunk), "it contains numbers that are not finite")
         if opened.metadata().get("sha256") != _digest(moments, good):
-            raise refused(self.path(chunk), "its numbers have another SHA-256 than was written")
+            raise refused(self.path(chunk), "its numbers have a different SHA-256 than was written")
         return True
 
     def unread(self, chunk: int) -> list[int]:
@@ -164,7 +164,7 @@ class Chunks:
         return [number for number, was_read in zip(self.numbers(chunk), good, strict=True) if not was_read]
 
     def describe(self, about: Mapping[str, str]) -> None:
-        """Write what the files depend on, unless it is written already. Raise `StorageFailed` where it cannot be
+        """Write what the files depend on, unless it is written already. Raise `StorageFailed` if it cannot be
         written.
         """
         path = self.folder / ABOUT
@@ -189,7 +189,7 @@ def no_room(given: str) -> StorageFailed:
     """Return the error for a cache folder that cannot be written."""
     return StorageFailed(
         given,
-        allowed="a cache folder that can be written to, with room for the latents",
+        allowed="a writable cache folder, with room for the latents",
         do="make room, or set XDG_CACHE_HOME to a folder on a larger disk, or write data.cache_latents=false",
     )
 
@@ -225,9 +225,9 @@ class CachedLatents:
         return {**vars(self), "_opened": {}}
 
     def moments(self, number: int) -> Tensor | None:
-        """Return the moments of a sample in fp32; None where it could not be read when the set was encoded.
+        """Return the moments of a sample in fp32; None if it could not be read when the set was encoded.
 
-        Raise `BadData` where the file is gone or holds non-finite values.
+        Raise `BadData` if the file is gone or holds non-finite values.
         """
         chunk, row = divmod(number, PER_CHUNK)
         path = self.chunks.path(chunk)
@@ -239,11 +239,11 @@ class CachedLatents:
         except (OSError, SafetensorError) as error:
             raise BadData(
                 f"{path} cannot be read any more: {error}",
-                allowed="latents that stay where they are while a run uses them",
+                allowed="latents that stay in place while a run uses them",
                 do="start the run again with the same command: missing latents are encoded again",
             ) from error
         if not bool(torch.isfinite(moments).all()):
-            raise refused(path, f"it holds numbers that are not finite, in row {row}")
+            raise refused(path, f"it contains numbers that are not finite, in row {row}")
         return moments
 
     def spread(self, most: int = FAIR) -> Iterator[Tensor]:
@@ -345,7 +345,7 @@ class ChunkEncoder:
         if moments is None or bool(torch.isfinite(moments).all()):
             return
         island = "keep the autoencoder in fp32: write model.autoencoder_island=frozen"
-        weights = "take an autoencoder from before it went wrong, or train it again"
+        weights = "use an autoencoder from before it diverged, or train it again"
         raise BadData(
             f"{self.source.name(number)}: its latents, encoded in {self.computed_in}, are not finite",
             allowed="finite latents; cached ones would spoil every run that uses the cache",
@@ -390,7 +390,7 @@ class LatentSource(WrappedSource):
         self.latents: CachedLatents | None = None
 
     def read(self, index: int) -> Sample:
-        """Return a sample with its moments. Raise `BadSample` where it has none."""
+        """Return a sample with its moments. Raise `BadSample` if it has none."""
         if self.latents is None:
             return self.source.read(index)
         moments = self.latents.moments(index)

@@ -84,7 +84,7 @@ class Encoding:
     def shape(self, source: Source) -> tuple[int, ...]:
         """Return the shape of an image as the autoencoder sees it.
 
-        Raise `BadData` where none of the first `TRIES` samples can be read.
+        Raise `BadData` if none of the first `TRIES` samples can be read.
         """
         for number in range(min(len(source), TRIES)):
             image = ready_image(source, number, self.image_of)
@@ -93,7 +93,7 @@ class Encoding:
         raise BadData(
             f"none of the first {min(len(source), TRIES)} samples can be read; the first is {source.name(0)}",
             allowed="data in which most samples are good",
-            do="look at this file, and at the disk",
+            do="check this file and the disk",
         )
 
     def spread(self, source: Source, most: int = FAIR) -> Iterator[Tensor]:
@@ -123,7 +123,7 @@ class Ready(Subset):
 
 
 def ready_image(source: Source, number: int, image_of: Callable[[Sample], Tensor]) -> Tensor | None:
-    """Return the image of a sample in fp32; None where it cannot be read or has non-finite values."""
+    """Return the image of a sample in fp32; None if it cannot be read or has non-finite values."""
     try:
         image = image_of(source.read(number)).to(torch.float32)
     except BadSample:
@@ -163,7 +163,7 @@ def measured_scale(moments: Iterable[Tensor]) -> float:
         raise BadData(
             f"the standard deviation of {count:,.0f} latent values is {deviation:g}",
             allowed="latents that are finite and not constant",
-            do="look at the autoencoder's reconstructions, and train it again with a smaller loss.kl",
+            do="check the autoencoder's reconstructions, and train it again with a smaller loss.kl",
         )
     return 1.0 / deviation
 
@@ -179,7 +179,7 @@ def doubts(scale: float, moments: Iterable[Tensor]) -> list[str]:
         return []
     return [
         f"the autoencoder's own scaling_factor {scale:.4g} gives its latents a standard deviation of {deviation:.2g}, "
-        "where denoisers want 1: take it out of its config.json, and it is measured"
+        "but denoisers need 1: remove it from its config.json to have it measured"
     ]
 
 

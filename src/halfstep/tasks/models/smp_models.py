@@ -27,7 +27,7 @@ def pixelwise_model(options: Any, channels: int, outputs: int) -> nn.Module:
     if options.weights == "pretrained":
         raise BadRecipe(
             "model.weights=pretrained with model.name=unet",
-            allowed="none or a path; others' models have pretrained encoders",
+            allowed="none or a path; smp models have pretrained encoders",
             do=f"write model.name={PREFIX}unet, or model.weights=none",
         )
     return UNet(channels, outputs, options.width, options.depth)
@@ -53,7 +53,7 @@ def _theirs(options: Any, channels: int, outputs: int) -> nn.Module:
         except (TypeError, AssertionError, ValueError) as error:
             raise BadRecipe(
                 f"{options.name} cannot be built with model.encoder={options.encoder}: {error}",
-                allowed="encoders that give features in several sizes, as this model wants them",
+                allowed="encoders that give features in several sizes, as this model needs them",
                 do="write model.encoder=resnet34",
             ) from error
         return model

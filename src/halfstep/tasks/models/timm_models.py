@@ -77,7 +77,7 @@ def _shrink_stem(model: nn.Module, channels: int, name: str) -> None:
 
 
 def timm_package(field: str, name: str) -> Any:
-    """Return timm. Raise `MissingExtra` where it is not installed, `UnknownName` for a model it does not have."""
+    """Return timm. Raise `MissingExtra` if it is not installed, `UnknownName` for a model it does not have."""
     try:
         import timm
     except ImportError as error:

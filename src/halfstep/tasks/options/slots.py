@@ -18,7 +18,7 @@ class SlotsModel(ModelOptions):
     iterations: PositiveInt = 2
     """Rounds of attention in each frame; the first frame has one more."""
     backbone: str = "none"
-    """A frozen model of timm that reads the frames in place of the encoder: `vit_small_patch16_224.dino`, or `none`."""
+    """A frozen model of timm that reads the frames instead of the encoder: `vit_small_patch16_224.dino`, or `none`."""
     backbone_weights: str = "pretrained"
     """The backbone's weights: `pretrained` (timm's), `none` (random), or a path to a .safetensors or .pt file."""
     encoder_width: PositiveInt = 64

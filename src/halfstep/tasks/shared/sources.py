@@ -58,7 +58,7 @@ def has_masks(data: Any) -> bool:
 def clips_in(place: Path, data: Any) -> Windows:
     """Return the clips at a path: a video, a folder of videos, a folder of frames, or a folder of such folders.
 
-    Raise `BadData` where there are none.
+    Raise `BadData` if there are none.
     """
     are_videos = (
         place.suffix.lower() in SUFFIXES
@@ -162,7 +162,7 @@ def labeled(data: Any, known: Sequence[str] = (), store: Any = None) -> tuple[di
 def pictured(data: Any, condition: str, store: Any = None) -> tuple[dict[Split, Source], list[str]]:
     """Return sources of images with their condition for a diffusion recipe, and the class names.
 
-    Raise `BadRecipe` where the data does not have the condition.
+    Raise `BadRecipe` if the data does not have the condition.
     """
     _check_condition(data, condition)
     if condition == "class" and data.name == "shapes":
@@ -286,7 +286,7 @@ def _as_many(names: list[str], data: Any) -> list[str]:
         return names
     if data.name == "folder" or data.classes < len(names):
         raise BadRecipe(
-            f"data.classes={data.classes}, where {data.path} has {len(names)} classes",
+            f"data.classes={data.classes}, but {data.path} has {len(names)} classes",
             allowed="as many classes as there are, or no data.classes at all",
             do=f"write data.classes={len(names)}, or leave it out",
         )

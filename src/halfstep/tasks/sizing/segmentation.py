@@ -35,7 +35,7 @@ def sized(facts: SetFacts, machine: Machine, given: Mapping[str, object]) -> lis
     train, val = choices.validation(facts)
     _masks(choices, facts)
     limit = ACCELERATED_MAX_SIDE if machine.has_accelerator else MAX_SIDE
-    side = choices.choose("data.max_side", limit, "larger photographs are shrunk, so that a crop shows whole things")
+    side = choices.choose("data.max_side", limit, "larger photographs are shrunk, so that a crop shows whole objects")
     shrink = min(1.0, side / max(facts.longer, 1)) if side else 1.0
     width, crop = _network(choices, round(facts.shorter * shrink), machine)
     batch = choices.batch(train, BATCH, crop**2 * _bytes(width), machine)

@@ -51,7 +51,7 @@ _FORM_1, _FORM_2 = "trouble", "failed_step.json"
 
 
 def recorded_in(run: Path) -> list[CheckpointDir]:
-    """Return the failed steps of a run, in the order of their attempts; empty where there are none."""
+    """Return the failed steps of a run, in the order of their attempts; empty if there are none."""
     if (run / FAILED_STEPS).is_symlink():
         return []
     found = [one for one in generations(run / FAILED_STEPS) if not one.path.is_symlink()]
@@ -59,7 +59,7 @@ def recorded_in(run: Path) -> list[CheckpointDir]:
 
 
 def failed_step_at(place: Path) -> CheckpointDir | None:
-    """Return the failed step in this folder; None where the folder is not one of a failed step."""
+    """Return the failed step in this folder; None if the folder is not one of a failed step."""
     run = run_of(place)
     return next((one for one in recorded_in(run) if run != place and one.name == place.name), None)
 
@@ -72,19 +72,19 @@ def run_of(place: Path) -> Path:
 
 
 def refuse_elsewhere(run: Path) -> None:
-    """Raise OSError where the folder is a link or a file: its content was not written by the run."""
+    """Raise OSError if the folder is a link or a file: its content was not written by the run."""
     place = run / FAILED_STEPS
     if place.is_symlink() or (place.exists() and not place.is_dir()):
-        raise OSError(f"{place} is {'a link' if place.is_symlink() else 'a file'}, where a folder belongs")
+        raise OSError(f"{place} is {'a link' if place.is_symlink() else 'a file'} instead of a folder")
 
 
 def refuse_earlier(place: Path) -> None:
-    """Raise StateMismatch where a run, or the folder of a step, has failed steps of an earlier form and no others."""
+    """Raise StateMismatch if a run, or the folder of a step, has failed steps of an earlier form and no others."""
     run = run_of(place)
     old = place / _FORM_2 if run != place else next((run / FAILED_STEPS).glob(f"*/{_FORM_2}"), run / _FORM_1)
     if old.exists() and (run != place or not recorded_in(run)):
         raise StateMismatch(
-            f"{run / _FORM_1 if old.is_dir() else run / FAILED_STEPS} holds failed steps of an earlier halfstep",
+            f"{run / _FORM_1 if old.is_dir() else run / FAILED_STEPS} contains failed steps of an earlier halfstep",
             allowed=f"{FAILED_STEPS}/ in form {FORMAT}, as this version writes them",
             do="replay them with the version that wrote them",
         )
@@ -112,7 +112,7 @@ class StepRecord(BaseModel):
     """A SHA-256 of the settings that affect the computation."""
     non_persistent_buffers: tuple[str, ...]
     without: str
-    """Why there are no tensors; empty where there are."""
+    """Why there are no tensors; empty if there are."""
 
     @field_serializer("report")
     def _with_names(self, report: StepReport) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Record:
 def read(place: CheckpointDir) -> Record:
     """Return the record of a failed step.
 
-    Raises BadData where it is damaged or forged, Unsafe where it could run code, OtherForm for another form.
+    Raises BadData if it is damaged or forged, Unsafe where it could run code, OtherForm for another form.
     """
     with _damage_of(place.path):
         refuse_strangers(place.path)
@@ -182,11 +182,11 @@ def _verify(place: Path, manifest: Manifest, name: str) -> None:
 
 
 def cut_off(record: Record) -> str | None:
-    """Return which file has another size than it was written with, without reading any; None where all fit."""
+    """Return which file has a different size than was written, without reading any; None if all fit."""
     for sealed in record.manifest.files:
         try:
             if (record.path / sealed.name).lstat().st_size != sealed.size:
-                return f"{sealed.name} has another size than it was written with"
+                return f"{sealed.name} has a different size than was written"
         except OSError as error:
             return f"{sealed.name}: {error.strerror}"
     return None
@@ -203,7 +203,7 @@ def _damage_of(place: Path) -> Iterator[None]:
             raise
         words = str(getattr(error, "strerror", None) or error)[:200] or type(error).__name__
         raise BadData(
-            f"{place} cannot be used: {words}", allowed="a failed step as halfstep wrote it", do=_another(place)
+            f"{place} cannot be used: {words}", allowed="a failed step written by halfstep", do=_another(place)
         ) from error
 
 
@@ -222,7 +222,7 @@ def _another(place: Path) -> str:
 
 
 def recipe_digest(run: Path) -> str:
-    """Return a SHA-256 of the settings that affect the computation; empty where the run has no recipe."""
+    """Return a SHA-256 of the settings that affect the computation; empty if the run has no recipe."""
     try:
         settings = read_yaml(read_recipe_file(run / RECIPE), RECIPE)
     except HalfstepError:
@@ -238,7 +238,7 @@ _GENERATORS = f"{INPUTS}/generators/"
 
 
 def load_model(record: Record, model: nn.Module) -> None:
-    """Load the weights, buffers and islands of the step; raise StateMismatch where they belong to another model."""
+    """Load the weights, buffers and islands of the step; raise StateMismatch if they belong to another model."""
     with _damage_of(record.path):
         found = {name.removeprefix(MODEL): tensor for name, tensor in _tensors(record, 0, MODEL).items()}
         parameters = saved_parameters(model)
@@ -279,7 +279,7 @@ def _alike(own: Tensor, found: Tensor) -> bool:
 
 
 def load_attempt(record: Record, rank: int, loss_fn: LossFunction, device: torch.device) -> StepInputs:
-    """Return the step of one rank, ready to run again; raise BadData where its record is damaged."""
+    """Return the step of one rank, ready to run again; raise BadData if its record is damaged."""
     with _damage_of(record.path):
         found = _tensors(record, rank, INPUTS)
         placed = {name: t if name.startswith(_GENERATORS) else t.to(device) for name, t in found.items()}
@@ -305,7 +305,7 @@ def _for_this_device(states: list[Tensor], device: torch.device) -> list[Tensor]
     here = generator_states(device)
     fitting = [own.shape == found.shape and own.dtype == found.dtype for own, found in zip(here, states, strict=False)]
     if not fitting or not fitting[0]:
-        raise ValueError("no random numbers of torch's")
+        raise ValueError("no random state of torch")
     return [states[n] if n < len(fitting) and fitting[n] else own for n, own in enumerate(here)]
 
 

@@ -47,7 +47,7 @@ class RankInputs:
     """The part of a failed step that one rank writes."""
 
     plain: Any = None
-    """Its micro-batches and their inputs, with names in place of tensors."""
+    """Its micro-batches and their inputs, with names instead of tensors."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     without: str = ""
     """Why it has no tensors to record."""
@@ -61,7 +61,7 @@ class RankInputs:
 def recording(folder: Path, model: nn.Module, tell: Tell) -> Callable[[FailedStep], None]:
     """Return a function that records failed steps in the run's folder. All ranks create and call it together.
 
-    The function never raises: a run goes on without a record, and `tell` gets the reason.
+    The function never raises: a run continues without a record, and `tell` gets the reason.
     """
     party = distributed.RankGroup()
 
@@ -114,7 +114,7 @@ def write(
 def _inputs_of(attempt: StepInputs, model: nn.Module, rank: int) -> RankInputs:
     """Return references; nothing is copied until all ranks agree to write."""
     if distributed.is_sharded(model.parameters()):
-        return RankInputs(without="the weights are in pieces on several processes")
+        return RankInputs(without="the weights are sharded over several processes")
     inputs = {
         "microbatches": list(attempt.microbatches),
         "only": attempt.only,

@@ -33,8 +33,8 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             "backward_in_autocast",
             "warning",
             call,
-            f"`{facts.script.text(call)[:60]}` runs inside the {autocast}: torch asks for the backward pass outside, "
-            "where its operations take the formats of the forward pass and no others",
+            f"`{facts.script.text(call)[:60]}` runs inside the {autocast}: torch requires the backward pass outside, "
+            "where its operations use the formats of the forward pass",
             "end autocast after the loss, and call backward outside of it",
             _moved_out(facts, call, autocast),
         )

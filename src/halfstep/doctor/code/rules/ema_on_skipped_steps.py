@@ -26,9 +26,9 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             "ema_on_skipped_steps",
             "note",
             found.call,
-            f"`{average}` is updated also where `{found.step.scaler}.step({found.step.optimizer})` of line "
-            f"{found.step.call.lineno} was skipped: the same weights are averaged in twice",
-            f"read the scale before `{found.step.scaler}.update()`, and update `{average}` only where it did not fall",
+            f"`{average}` is also updated when `{found.step.scaler}.step({found.step.optimizer})` of line "
+            f"{found.step.call.lineno} was skipped: the same weights are averaged twice",
+            f"read the scale before `{found.step.scaler}.update()`, and update `{average}` only if it did not decrease",
             held_back(facts, found),
         )
 

@@ -35,7 +35,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             node,
             f"`{facts.script.text(node)[:80]}`: {eps:g} is 0 in fp16, in which "
             f"`{facts.script.text(found[0])[:40]}` is computed under autocast: 0 / 0 is NaN",
-            "widen first, as in y.float(), or take a number that fp16 has, such as 1e-4",
+            "widen first, as in y.float(), or use a number that fp16 can represent, such as 1e-4",
             patch,
         )
 

@@ -55,4 +55,4 @@ def _instead(script: Script, call: ast.Call, given: ast.expr | None, evidence: s
     patch = script.patch()
     is_here = given is not None and not isinstance(given, ast.Name)
     patch.replace(given, bf16) if is_here and given is not None else patch.spoil()
-    return script.finding("fp16_on_cpu", "warning", call, evidence, f"ask for bf16 on a CPU: {bf16}", patch)
+    return script.finding("fp16_on_cpu", "warning", call, evidence, f"request bf16 on a CPU: {bf16}", patch)

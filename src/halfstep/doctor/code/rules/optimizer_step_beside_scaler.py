@@ -27,8 +27,8 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             "optimizer_step_beside_scaler",
             "error",
             call,
-            f"`{path}.step()` besides `{step.scaler}.step({step.optimizer})` of line {step.call.lineno}: it takes "
-            "a second step, also with gradients that the scaler found to be infinite",
+            f"`{path}.step()` besides `{step.scaler}.step({step.optimizer})` of line {step.call.lineno}: it steps "
+            "a second time, even with gradients that the scaler found to be infinite",
             f"remove `{path}.step()`: `{step.scaler}.step({step.optimizer})` calls it",
             patch,
         )

@@ -31,7 +31,7 @@ def check(recipe: Any) -> None:
 
 
 def check_size(data: Any, halves: int) -> None:
-    """Raise `BadRecipe` where the image size is no multiple of `halves`, the model's total stride."""
+    """Raise `BadRecipe` if the image size is no multiple of `halves`, the model's total stride."""
     if data.size % halves:
         often = "once" if halves == 2 else f"{halves.bit_length() - 1} times"
         raise BadRecipe(
@@ -89,7 +89,7 @@ def _check_steps(options: Any) -> None:
     if options.sampler == "ddim" and of % steps and of // steps < FINE:
         fitting = max(count for count in range(1, steps + 1) if of % count == 0)
         raise BadRecipe(
-            f"model.sample_steps={steps} with model.timesteps={of}, which ddim would pass unevenly",
+            f"model.sample_steps={steps} with model.timesteps={of}, which ddim cannot space evenly",
             allowed=f"a divisor of {of}, or at most {of // FINE}",
             do=f"write model.sample_steps={fitting}, or model.sampler=ddpm",
         )

@@ -68,7 +68,7 @@ class NoiseSchedule(nn.Module):
         if min_snr is None:
             return torch.ones_like(signal)
         snr = signal / (1.0 - signal)
-        # Not min(snr, min_snr) / snr: that is 0 / 0 where no signal is left.
+        # Not min(snr, min_snr) / snr: that is 0 / 0 if no signal is left.
         return (min_snr / snr).clamp(max=1.0) if self.prediction == "epsilon" else snr.clamp(max=min_snr) / (snr + 1.0)
 
 

@@ -67,7 +67,7 @@ class PretrainedAutoencoder:
 
     module: AutoencoderKL
     scale: float | None
-    """The factor of its latents; None where it is unknown and must be measured."""
+    """The factor of its latents; None if it is unknown and must be measured."""
     digest: str
     config: dict[str, object]
     """Plain data from which `AutoencoderKL(**config)` builds the same module."""
@@ -76,7 +76,7 @@ class PretrainedAutoencoder:
 def pretrained_autoencoder(folder: str | Path) -> PretrainedAutoencoder:
     """Load an autoencoder from a run's folder, a diffusers folder, or a pipeline's folder with `vae` in it.
 
-    Raise `BadData`, `Unsafe` or `StateMismatch` where there is none to be used.
+    Raise `BadData`, `Unsafe` or `StateMismatch` if there is none to be used.
     """
     place, scale = Path(os.path.expanduser(folder)), None
     module: AutoencoderKL
@@ -91,7 +91,7 @@ def pretrained_autoencoder(folder: str | Path) -> PretrainedAutoencoder:
 def pretrained_denoiser(folder: str | Path) -> nn.Module:
     """Load a denoiser from a diffusers folder, or from a pipeline's folder with `unet` in it.
 
-    Raise `BadData` or `Unsafe` where there is none to be used.
+    Raise `BadData` or `Unsafe` if there is none to be used.
     """
     do = "write model.denoiser=FOLDER with the folder that save_pretrained wrote, or model.denoiser=new"
     module: nn.Module = _from_diffusers(Path(os.path.expanduser(folder)), "unet", _DENOISERS, do)[0]
@@ -178,8 +178,8 @@ def _number_files(place: Path) -> list[str]:
         return names
     pickles = sorted(file.name for file in place.iterdir() if file.suffix in PICKLES)
     if pickles:
-        given = f"{place} holds {pickles[0]}, a pickle, which can run code when it is read"
-        raise Unsafe(given, allowed=allowed, do=f"where you trust it, {again}")
+        given = f"{place} contains {pickles[0]}, a pickle, which can run code when it is read"
+        raise Unsafe(given, allowed=allowed, do=f"if you trust it, {again}")
     raise BadData(f"{place} lacks files of weights", allowed=allowed, do=again)
 
 
@@ -204,13 +204,13 @@ def _loaded(kind: Any, place: Path) -> Any:
         raise BadData(
             f"{place} has weights that are not finite",
             allowed="finite weights",
-            do="take weights from before they went wrong",
+            do="use weights from before they diverged",
         )
     return module
 
 
 def _own_scale(config: Mapping[str, object], place: Path) -> float | None:
-    """Return the scaling factor written in the config; None where there is none.
+    """Return the scaling factor written in the config; None if there is none.
 
     The module's own attribute is not used: diffusers' default belongs to one particular autoencoder.
     """
@@ -219,7 +219,7 @@ def _own_scale(config: Mapping[str, object], place: Path) -> float | None:
         raise BadData(
             f"{place} has latents with a {moved[0]}",
             allowed="latents that are scaled, and not moved",
-            do=f"take an autoencoder without {moved[0]}, or {TRAIN_ONE}",
+            do=f"use an autoencoder without {moved[0]}, or {TRAIN_ONE}",
         )
     scale = config.get("scaling_factor")
     if scale is None:
@@ -288,7 +288,7 @@ class ResumableRun:
 
 
 def resumable_run(folder: str | None) -> ResumableRun | None:
-    """Return the run in a folder; None where it has no checkpoint yet and starts from its recipe."""
+    """Return the run in a folder; None if it has no checkpoint yet and starts from its recipe."""
     if folder is None or not generations(Path(folder) / CHECKPOINTS):
         return None
     facts = read_json(Path(folder) / FACTS)
@@ -311,7 +311,7 @@ def own_autoencoder(where: str, run: ResumableRun | None) -> tuple[PretrainedAut
     else:
         if kept.digest == origin.get("digest"):
             return kept, []
-        became = "holds another one now"
+        became = "contains another one now"
     return _from_checkpoint(run, origin), [f"the autoencoder is that of the checkpoint: {where} {became}"]
 
 
@@ -370,7 +370,7 @@ class PartBuilder:
         self._finished = bool(facts)
 
     def autoencoder(self) -> tuple[AutoencoderKL | None, float | None]:
-        """Return the autoencoder, and the scale it was published with, None where there is none."""
+        """Return the autoencoder, and the scale it was published with, None if there is none."""
         where = self._options.autoencoder
         if where == "none":
             return None, None
@@ -383,7 +383,7 @@ class PartBuilder:
         return kept.module, kept.scale
 
     def denoiser(self, latents: int, size: int, asked: Asked) -> nn.Module | None:
-        """Return the denoiser for `latents` channels and `size` positions per side; None where the stage trains
+        """Return the denoiser for `latents` channels and `size` positions per side; None if the stage trains
         none.
         """
         options = self._options

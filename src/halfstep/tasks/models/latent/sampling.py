@@ -27,7 +27,7 @@ def classes_in_turn(classes: int, count: int, device: torch.device) -> Condition
 def first_conditions(source: Source, ready: Transform, part: str, count: int, device: torch.device) -> Condition:
     """Return the conditions of the first readable samples, repeated where there are fewer than `count`.
 
-    Raise `BadData` where none can be read.
+    Raise `BadData` if none can be read.
     """
     found: list[Tensor] = []
     for index in range(len(source)):

@@ -118,7 +118,7 @@ def _refuse_unmatched(language: nn.Module, adapter: Any, known: list[str]) -> No
         lost = [name for name in names if not any(path.endswith(name) for path in paths)]
         if lost and names != [ALL_LINEAR]:
             raise BadRecipe(
-                f"model.adapter.{setting}: no layer is called {', '.join(lost)}",
+                f"model.adapter.{setting}: no layer is named {', '.join(lost)}",
                 allowed=f"names of its layers: {', '.join(known)}",
                 do=f"leave {lost[0]} out, or correct it",
             )
@@ -175,7 +175,7 @@ def table(rows: Iterable[PartRow]) -> list[str]:
 def widen_base(model: LanguageModel, options: Any, precision: Precision) -> list[str]:
     """Store a base in 16 bits in fp32 where the run computes in fp32; return a line about it.
 
-    Raise `BadRecipe` where the base is quantized.
+    Raise `BadRecipe` if the base is quantized.
     """
     if precision.narrow is not None:
         return []
@@ -183,7 +183,7 @@ def widen_base(model: LanguageModel, options: Any, precision: Precision) -> list
         raise BadRecipe(
             f"model.base_format={options.base_format} in {precision.name}",
             allowed="bf16, which bitsandbytes computes in",
-            do="write precision=bf16, and train.strict=true where the device emulates it",
+            do="write precision=bf16, and train.strict=true if the device emulates it",
         )
     wide = [p for p in model.parameters() if not p.requires_grad and is_narrow(p.dtype)]
     for parameter in wide:
@@ -214,7 +214,7 @@ def base_files(name: str) -> list[Path]:
 def base_fingerprint(name: str, known: str = "") -> str:
     """Return 16 hex digits of the files of a base; of one of the hub, once transformers has downloaded it.
 
-    Raise `BadData` where they are not those that are `known`.
+    Raise `BadData` if they are not those that are `known`.
     """
     total = sha256()
     for path in base_files(name) or base_files(_downloaded(name)):
@@ -290,7 +290,7 @@ class MergeLosses:
         return f"held-out loss: base {self.base:.4f}, with adapter {self.adapter:.4f}, merged {self.merged:.4f}"
 
     def refuse_worse(self) -> None:
-        """Raise `WrongUse` where the merge loses more than the adapter gained and more than rounding explains."""
+        """Raise `WrongUse` if the merge loses more than the adapter gained and more than rounding explains."""
         gained, lost = self.base - self.adapter, self.merged - self.adapter
         # Negated, so that a NaN is refused too.
         if not lost <= max(gained, MERGE_ROUNDING):

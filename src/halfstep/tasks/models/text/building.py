@@ -72,7 +72,7 @@ def as_plain(config: Any) -> dict[str, Any]:
 
 
 def load_base(name: str, download: bool, **more: Any) -> Any:
-    """Return a pretrained model from a folder, or from the hub where that was allowed; raise BadData where it fails."""
+    """Return a pretrained model from a folder, or from the hub where that was allowed; raise BadData if it fails."""
     with _base_read(name, download), without_bars():
         place = os.path.expanduser(name)
         # Weights as safetensors alone: other files of weights are pickles.

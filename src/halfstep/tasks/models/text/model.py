@@ -149,7 +149,7 @@ CHECKED = 12
 def check_model(model: LanguageModel, vocabulary: int, end: int) -> list[str]:
     """Check what the loss relies on, with two short windows; return notes.
 
-    Raise `WrongUse` where a document sees the one before it.
+    Raise `WrongUse` if a document sees the one before it.
     """
     device = next(model.parameters()).device
     training = model.training
@@ -175,7 +175,7 @@ def check_model(model: LanguageModel, vocabulary: int, end: int) -> list[str]:
         model.train(training)
     if model.plain_head:
         return []
-    return [f"{type(model.inner).__name__} changes its logits after the output layer: the loss takes them whole"]
+    return [f"{type(model.inner).__name__} changes its logits after the output layer: the loss needs all of them"]
 
 
 def _hidden(model: LanguageModel, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ FARTHEST = 1e-3
 
 @torch.no_grad()
 def compared_logits(model: LanguageModel, other: LanguageModel, vocabulary: int) -> str:
-    """Return how far apart the logits of two models are, in words; raise `WrongUse` where they differ."""
+    """Return how far apart the logits of two models are, in words; raise `WrongUse` if they differ."""
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (2, CHECKED), generator=draw)
     positions = torch.arange(CHECKED).expand(2, -1)
@@ -211,7 +211,7 @@ def compared_logits(model: LanguageModel, other: LanguageModel, vocabulary: int)
     # Negated, so that a NaN difference fails too.
     if not difference <= FARTHEST * max(largest, 1.0):
         raise WrongUse(
-            f"the folder computes something else than the model: logits {difference:.2g} apart",
+            f"the folder and the model disagree: logits {difference:.2g} apart",
             allowed=f"at most {FARTHEST:g} of the largest, {largest:.2g}",
             do="report this with the recipe",
         )
