@@ -112,7 +112,7 @@ def test_limit_a_step_of_the_optimizer_in_the_first_window() -> None:
     refused(known, known.optimizer.step, "called directly")
     unknown.backward()
     unknown.optimizer.step()  # nobody has named this optimizer yet
-    with pytest.raises(WrongUse, match=r"in place of scaler.step\(optimizer\)"):
+    with pytest.raises(WrongUse, match=r"instead of scaler.step\(optimizer\)"):
         unknown.scaler.update()
 
 

@@ -139,7 +139,7 @@ def test_a_flipped_bit_in_the_newest_is_found_and_the_resume_foretold(copied: Pa
     assert "  rank-00000.safetensors has the right size, but a different SHA-256 than was written\n" in done.stdout
     assert done.stdout.count("intact") == 3
     assert "1 of 4 checkpoints is damaged" in done.stderr
-    assert "goes on from step-00000009.0003 (step 9), and does at least 3 steps again" in done.stderr
+    assert "continues from step-00000009.0003 (step 9), and repeats at least 3 steps" in done.stderr
     told = json.loads(halfstep("verify", copied, "--json").stdout)
     assert told["newest_whole"] == "step-00000009.0003"
     assert [one["whole"] for one in told["checkpoints"]] == [False, True, True, True]
@@ -157,7 +157,7 @@ def test_an_older_one_that_is_damaged_is_told_and_does_no_harm(copied: Path) -> 
     assert f"rank-00000.json has 100 bytes, {size:,} were written" in done.stdout
     assert "its manifest: No such file" in done.stdout
     assert "2 of 4 checkpoints are damaged" in done.stderr
-    assert "goes on from step-00000012.0004, the newest, which is intact" in done.stderr
+    assert "continues from step-00000012.0004, the newest, which is intact" in done.stderr
 
 
 @pytest.mark.wording

@@ -73,7 +73,7 @@ def test_the_page_of_next_to_nothing(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[0].startswith("interrupted")
     assert lines[1].startswith("not-measured")
     lines = page(replace(FACTS, asked="fp32", format="fp32", feeding=None, misaligned=()), capsys)
-    assert lines[0].startswith("already-fast: nothing is wrong, and nothing narrower than fp32 was asked for")
+    assert lines[0].startswith("already-fast: nothing is wrong, and nothing narrower than fp32 was requested")
 
 
 def test_one_pair_is_no_speed_on_the_page_and_a_busy_machine_is_told(capsys: pytest.CaptureFixture[str]) -> None:

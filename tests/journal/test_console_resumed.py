@@ -190,7 +190,7 @@ def test_a_run_that_was_stopped_says_by_what_and_how_to_go_on() -> None:
 def test_a_run_that_was_stopped_and_could_not_be_saved() -> None:
     stopped = {"reason": "stopped", "signal": "SIGINT", "checkpoint": None}
     assert ended([start(), step(23), saved(20, 8)], **stopped) == [
-        "  stopped by SIGINT at step 23 of 40 without saving: start it again with the same command to go on from "
+        "  stopped by SIGINT at step 23 of 40 without saving: start it again with the same command to resume from "
         "checkpoint step-00000020.0008 (step 20)"
     ]
 
@@ -221,7 +221,7 @@ def test_a_run_that_was_begun_anew_is_not_sent_to_another_folder() -> None:
 def test_an_end_that_was_not_meant_says_from_where_it_goes_on(reason: str, events: list[Event], where: str) -> None:
     (line,) = ended(events, reason=reason)
     assert line.endswith(where)
-    assert ("start it again with the same command to go on from checkpoint" in line) == ("step-" in where)
+    assert ("start it again with the same command to resume from checkpoint" in line) == ("step-" in where)
 
 
 def test_a_finished_run_names_its_last_checkpoint() -> None:

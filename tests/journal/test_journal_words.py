@@ -129,15 +129,15 @@ def test_the_batch_line(sizes: tuple[int, ...], line: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "chosen", "line", "sign"),
     [
-        ("auto", "bf16", "Mixed precision training: bf16 (bfloat16), asked for auto", "mp: 🚀 bf16"),
-        ("fp16", "fp16", "Mixed precision training: fp16 (float16), as asked for", "mp: 🚀 fp16"),
-        ("bf16-mixed", "tf32", "Mixed precision training is off: tf32, asked for bf16-mixed", "mp: 📊 tf32"),
-        ("fp32", "fp32", "Mixed precision training is off: fp32, as asked for", "mp: 📊 fp32"),
-        ("fp8", "fp8", "Mixed precision training: fp8 (bfloat16 and fp8), as asked for", "mp: 🚀 fp8"),
+        ("auto", "bf16", "Mixed precision training: bf16 (bfloat16), requested auto", "mp: 🚀 bf16"),
+        ("fp16", "fp16", "Mixed precision training: fp16 (float16), as requested", "mp: 🚀 fp16"),
+        ("bf16-mixed", "tf32", "Mixed precision training is off: tf32, requested bf16-mixed", "mp: 📊 tf32"),
+        ("fp32", "fp32", "Mixed precision training is off: fp32, as requested", "mp: 📊 fp32"),
+        ("fp8", "fp8", "Mixed precision training: fp8 (bfloat16 and fp8), as requested", "mp: 🚀 fp8"),
         (
             "fp32; up=mxfp8",
             "fp32; up=mxfp8",
-            "Mixed precision training: fp32; up=mxfp8 (fp8), as asked for",
+            "Mixed precision training: fp32; up=mxfp8 (fp8), as requested",
             "mp: 🚀 fp32; up=mxfp8",
         ),
     ],
@@ -199,7 +199,7 @@ def test_without_a_metric_so_far_the_last_evaluation_is_shown() -> None:
 def test_plain_lines_of_a_run() -> None:
     lines = plain_lines(whole_run())
     assert lines[0].startswith("halfstep train segmentation_tiny, ")
-    assert lines[1] == "Mixed precision training: bf16 (bfloat16), asked for auto"
+    assert lines[1] == "Mixed precision training: bf16 (bfloat16), requested auto"
     assert "  batch       4 × 2 devices × 2 micro-batches = 16 per step" in lines
     assert "✓ observed: 97 % ran in bf16" in lines
     place, rest = "00:03 · Epoch 1/2 10/20 · 01:35 left · ", "123 img/s · wait 3 % · memory 3.00 GiB"

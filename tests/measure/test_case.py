@@ -110,7 +110,7 @@ def test_a_batch_is_read_here_as_the_loader_would(loader: DataLoader[Any], batch
 
 @pytest.mark.wording
 def test_a_loader_without_a_batch_is_refused() -> None:
-    with pytest.raises(WrongUse, match="gives no batch"):
+    with pytest.raises(WrongUse, match="yields no batch"):
         case_of(nn.Linear(1, 1), cases.loss_fn, DataLoader(TensorDataset(torch.zeros(0, 1)), batch_size=2))
 
 

@@ -58,7 +58,7 @@ def test_work_in_another_format_is_refused_before_anything_moves() -> None:
     stepper = make(model)
     before = digest_of_run(stepper)
     for _ in range(2):
-        with pytest.raises(PrecisionNotObserved, match=r"bf16 was asked for.*fp32 \d.*1\.linear \[fp32\]"):
+        with pytest.raises(PrecisionNotObserved, match=r"bf16 was requested.*fp32 \d.*1\.linear \[fp32\]"):
             stepper.step(mse, torch.randn(6, 8))
     assert digest_of_run(stepper) == before
     assert stepper.counts.attempted == 0
@@ -130,7 +130,7 @@ def test_fp32_asked_for_and_16_bits_run() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.linear(x.bfloat16(), self.weight.bfloat16()).float()
 
-    with pytest.raises(PrecisionNotObserved, match=r"fp32 was asked for.*\[bf16\]"):
+    with pytest.raises(PrecisionNotObserved, match=r"fp32 was requested.*\[bf16\]"):
         make(CastsDown(8, 8), "fp32").step(mse, torch.randn(6, 8))
 
 

@@ -119,7 +119,7 @@ def test_settings_of_other_projects(settings: dict[str, object], name: str) -> N
     read = read_settings(settings)
     assert read is not None
     assert read.name == name
-    assert read.took.endswith(f"taken for {name}")
+    assert read.took.endswith(f"read as {name}")
 
 
 def test_a_switch_with_the_name_of_its_format_needs_no_words() -> None:

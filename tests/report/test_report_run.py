@@ -283,7 +283,7 @@ def test_speed_memory_benefits_risks_and_expectations_come_from_data(tmp_path: P
     assert dict(found.impact)["Memory"] == "bf16 50 % less: 2.00 MiB at the peak of an update, fp32 4.00 MiB, predicted"
     assert "120 samples/s in bf16" in dict(found.impact)["Speed"]
     assert "Larger batches: up to 25 samples fit here, 2.5 times as many as in fp32." in found.benefits
-    assert "Activations saved for backward: 1.00 MiB in place of 3.00 MiB." in found.benefits
+    assert "Activations saved for backward: 1.00 MiB instead of 3.00 MiB." in found.benefits
     risks = {risk.what: risk for risk in found.risks}
     assert risks["Overflow"].level == HIGH
     assert "0.5 bits were left in down.1" in risks["Overflow"].evidence

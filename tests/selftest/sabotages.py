@@ -187,7 +187,7 @@ ALL = {
     "loss scale left in the update": Sabotage("scale", "differs from fp32's by", scale_left_in),
     "loss scale that never falls": Sabotage("scale", "instead of", scale_never_falls),
     "the driver crashes": Sabotage("scale", "the process of this part died", driver_crashes, here=False),
-    "autocast silently fp32": Sabotage("observed", "bf16 was asked for", autocast_off),
+    "autocast silently fp32": Sabotage("observed", "bf16 was requested", autocast_off),
     "autocast silently fp32, unseen": Sabotage("observed", "output was torch.float32", autocast_off_unseen),
     "a format without a kernel": Sabotage("probe", "bf16 is native here, but conv2d failed", kernel_missing),
     "estimate off by two": Sabotage("memory", "more than a factor of 1.25 apart", estimate_doubled),

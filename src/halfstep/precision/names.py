@@ -379,7 +379,7 @@ def _took(settled: Settled, claims: Iterable[Claim]) -> str:
         return ""
     ruled_out = {"fp16"} if not by.says and settled.name == "bf16" else set()
     together = [str(c) for c in claims if c.says or c is by or c.otherwise != "fp32" or ruled_out & c.denies]
-    return f"{' with '.join(together)} is taken for {settled.name}"
+    return f"{' with '.join(together)} is read as {settled.name}"
 
 
 def _contradiction(settled: Settled, other: Claim) -> Contradiction:

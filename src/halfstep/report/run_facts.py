@@ -199,7 +199,7 @@ def precision_rows(run: RunFacts) -> Pairs:
     took = text(found.get("took"), 80)
     observed = text(run.recorded.precision_check.get("text"), 200)
     return [
-        ("Asked for", f"{asked}, taken for {took}" if took else asked),
+        ("Requested", f"{asked}, read as {took}" if took else asked),
         ("Chosen", f"{run.chosen}: {text(found.get('summary'), 300)}".rstrip(": ")),
         ("Why", "; ".join(texts(found.get("reasons"))) or NOT_RECORDED),
         ("Observed", observed or f"{NOT_RECORDED}: no step was watched to its end"),

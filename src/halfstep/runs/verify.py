@@ -193,7 +193,7 @@ def _what_a_resume_does(folder: Path, result: VerifiedRun) -> str:
     if result.verdicts[0].problem is None:
         return f"nothing, for a resume: it continues from {newest.name}, the newest, which is intact"
     lost = result.verdicts[0].generation.attempt - newest.attempt
-    again = f", and does at least {several(lost, 'step')} again" if lost else ""
+    again = f", and repeats at least {several(lost, 'step')}" if lost else ""
     return f"start the run with the same command: it continues from {newest.name} (step {newest.attempt:,}){again}"
 
 

@@ -126,7 +126,7 @@ def raising() -> tuple[nn.Module, object, object]:
 
 @pytest.mark.wording
 def test_a_case_that_trains_nothing_or_raises_is_refused_with_its_line() -> None:
-    with pytest.raises(WrongUse, match="no parameter that is trained"):
+    with pytest.raises(WrongUse, match="no trainable parameter"):
         Subject(f"{__name__}:frozen").open()
     with pytest.raises(WrongUse, match=r"raised KeyError: 'no such file' \(.*test_plan_real\.py:\d+\)") as refused:
         Subject(f"{__name__}:raising").open()
