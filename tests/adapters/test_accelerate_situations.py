@@ -93,7 +93,7 @@ def test_it_resumes_exactly_however_the_schedule_is_saved(tmp_path: Path, prepar
 def test_a_model_or_an_optimizer_that_accelerate_does_not_save_is_refused_by_name() -> None:
     model, optimizer, _ = parts()
     active = accelerator()
-    with pytest.raises(WrongUse, match="Model that is no prepared model"):
+    with pytest.raises(WrongUse, match="Model that is not a prepared model"):
         halfstep.from_accelerate(active, model, active.prepare(optimizer))
     active = accelerator()
     with pytest.raises(WrongUse, match="AdamW that is no prepared optimizer"):

@@ -158,7 +158,7 @@ def test_doctor_measures_again_only_when_told() -> None:
     [
         (["--precision", "bfoat16"], 78, "did you mean 'bfloat16'?"),
         (["--precision", "bf16-true"], 78, "write precision='bf16'"),
-        (["--precision", "tf32", "--strict"], 78, "ask for one of these"),
+        (["--precision", "tf32", "--strict"], 78, "request one of these"),
         (["--device", "tpu"], 78, "choose another device"),
     ],
 )

@@ -248,7 +248,7 @@ def test_a_recipe_needs_no_data_here() -> None:
     done = halfstep("classify", "data.size=32", "model.name=resnet18", "--device", "a100-80gb", "--no-search", "--json")
     assert done.exit_code == 0, done.output
     [page] = json.loads(done.stdout)["devices"]
-    assert all("which is not here" in column["assumptions"][0]["place"] for column in page["columns"])
+    assert all("which does not exist here" in column["assumptions"][0]["place"] for column in page["columns"])
 
 
 @pytest.mark.wording

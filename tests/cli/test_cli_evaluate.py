@@ -200,7 +200,7 @@ def test_predictions_are_not_replaced_unasked(runs: dict[str, Path], masks: Path
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*.*")}
     done = halfstep(*words)
     assert done.exit_code == 73
-    assert "holds predictions already: predictions.csv, masks, overlays" in done.stderr.replace("\n", "")
+    assert "already contains predictions: predictions.csv, masks, overlays" in done.stderr.replace("\n", "")
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*.*")} == before
     assert halfstep(*words, "--overwrite").exit_code == 0
     overlay = np.asarray(Image.open(tmp_path / "out" / "overlays" / "2.png"))

@@ -264,7 +264,7 @@ def test_a_task_that_does_not_say_what_it_takes_gives_its_weights_alone(tmp_path
     assert halfstep("train", "slots_tiny", *words, f"run.dir={tmp_path / 'run'}").exit_code == 0
     done = halfstep("export", tmp_path / "run", "--weights", "last")
     assert done.exit_code == 0, done.output
-    assert "does not say what the model takes" in done.stdout
+    assert "does not describe the model's input" in done.stdout
     refused = halfstep("export", tmp_path / "run", "--weights", "last", "--format", "torch_export")
     assert refused.exit_code == 78
     assert "do: write --format safetensors" in refused.stderr
@@ -277,5 +277,5 @@ def test_a_file_that_computes_something_else_is_refused(wrong: float) -> None:
     model = torch.nn.Conv2d(3, 1, 1)
     images = [torch.randn(1, 3, 9, 7)]
     assert checked(model, Written(model), signature, images, "images").max_difference == 0
-    with pytest.raises(WrongUse, match="computes something else"):
+    with pytest.raises(WrongUse, match="the file and the model disagree"):
         checked(model, Written(lambda x: model(x) + wrong), signature, images, "images")

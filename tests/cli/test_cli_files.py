@@ -218,7 +218,7 @@ def test_a_pickle_in_a_files_place_is_refused_and_not_run(
 @pytest.mark.wording
 @pytest.mark.parametrize("command", ["verify", "export"])
 def test_a_folder_without_a_run_is_refused(command: str, tmp_path: Path) -> None:
-    for place, said in ((tmp_path, "holds no run"), (tmp_path / "absent", "there is no folder")):
+    for place, said in ((tmp_path, "contains no run"), (tmp_path / "absent", "there is no folder")):
         done = halfstep(command, place)
         assert done.exit_code == 65
         assert said in done.stderr

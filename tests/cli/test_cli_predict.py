@@ -179,7 +179,7 @@ def test_a_task_that_predicts_nothing_is_used_without_a_folder(painter: tuple[Pa
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     done = halfstep("predict", folder, tmp_path / "a.png", "--task", silent, "--weights", "last")
     assert done.exit_code == 78, done.output
-    assert "says nothing about images" in done.stderr
+    assert "does not take images" in done.stderr
     assert f"do: halfstep predict {folder}" in done.stderr.replace("\n", "")
 
 
@@ -348,7 +348,7 @@ def test_what_holds_no_clip_is_told_what_does(drawing: tuple[str, Path], given: 
     refused = halfstep("predict", folder, tmp_path / given, "--weights", "last", "--out", tmp_path / "out")
     assert refused.exit_code == 65, refused.output
     holds, allowed, do = refused.stderr.splitlines()
-    assert holds == f"{tmp_path / given} holds no clip"
+    assert holds == f"{tmp_path / given} contains no clip"
     assert "a folder of frames" in allowed
     assert ".mp4" in allowed
     assert "data." not in do, "no setting makes a clip of it"

@@ -312,7 +312,7 @@ def test_failed_steps_of_an_earlier_version_are_refused_by_name(tmp_path: Path) 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     done = halfstep("replay", tmp_path)
     assert done.exit_code == 65
-    assert "holds no run" in done.stderr
+    assert "contains no run" in done.stderr
 
 
 # -- what is not as it was --------------------------------------------------------------------------------------------

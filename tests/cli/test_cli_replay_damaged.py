@@ -75,4 +75,4 @@ def test_something_else_in_the_place_of_the_folder_is_said(place: Path, kind: st
     trouble.write_text("") if kind == "file" else trouble.symlink_to(place / "elsewhere")
     done = halfstep("replay", place / "run")
     assert done.exit_code == 65
-    assert f"is a {kind}instead of a folder" in " ".join(done.output.split())
+    assert f"is a {kind} instead of a folder" in " ".join(done.output.split())

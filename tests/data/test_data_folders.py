@@ -72,11 +72,11 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         assert str(root) in str(caught.value)
         assert caught.value.exit_code == 65
     (tmp_path / "bare").mkdir()
-    with pytest.raises(BadData, match="no folder per class"):
+    with pytest.raises(BadData, match="no class folders"):
         ImageFolder(tmp_path / "bare")
     put(tmp_path / "set" / "cat" / "a.png")
     (tmp_path / "set" / "dog").mkdir()
-    with pytest.raises(BadData, match=r"set/dog holds no image"):
+    with pytest.raises(BadData, match=r"set/dog contains no image"):
         ImageFolder(tmp_path / "set")
 
 
@@ -147,7 +147,7 @@ def test_pairs_need_both_folders_and_an_image(tmp_path: Path) -> None:
     with pytest.raises(BadData, match=r"mask folder .* not there"):
         folders_under(tmp_path)
     (tmp_path / "masks").mkdir()
-    with pytest.raises(BadData, match="holds no image"):
+    with pytest.raises(BadData, match="contains no image"):
         ImageMaskPairs(*folders_under(tmp_path))
 
 

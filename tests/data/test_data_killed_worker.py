@@ -48,7 +48,7 @@ def test_a_killed_worker_is_named_and_the_run_can_be_restarted(how: int, trainin
     with pytest.raises(WorkerLost, match=r"was killed .*pid\(s\) \d+") as caught:
         list(_read(how, training))
     assert caught.value.exit_code == 76
-    assert "fewer train.num_workers" in caught.value.do
+    assert "smaller train.num_workers" in caught.value.do
 
 
 def _read(how: int, training: bool) -> Any:

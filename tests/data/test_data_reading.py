@@ -111,7 +111,7 @@ def test_pages_are_channels(channels: int) -> None:
     [
         ([np.zeros((3, 5), np.uint8)] * 4, 5, "4 pages"),
         ([np.zeros((3, 5), np.uint8)] * 6, 5, "more than 5 pages"),
-        ([np.zeros((3, 5), np.uint8), np.zeros((3, 6), np.uint8)], 2, "another size"),
+        ([np.zeros((3, 5), np.uint8), np.zeros((3, 6), np.uint8)], 2, "differs in size"),
         ([np.zeros((3, 5), np.uint8), np.zeros((3, 5), np.uint16)], 2, "different depth"),
         ([np.zeros((3, 5), np.uint8)], 5, "5 channels need"),
     ],

@@ -274,7 +274,7 @@ def test_a_damaged_image_in_a_shard_is_a_bad_sample(tmp_path: Path) -> None:
 @pytest.mark.wording
 def test_an_empty_folder_and_links_out_of_it(tmp_path: Path, shards: Path) -> None:
     (tmp_path / "none").mkdir()
-    with pytest.raises(BadData, match=r"holds no \.tar"):
+    with pytest.raises(BadData, match=r"contains no \.tar"):
         Shards(tmp_path / "none")
     (tmp_path / "none" / "x.tar").symlink_to(shards / "train-000.tar")
     with pytest.raises(Unsafe):

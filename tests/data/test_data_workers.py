@@ -31,9 +31,9 @@ class Slow:
 @pytest.mark.parametrize(
     ("pace", "cores", "on_cores", "expected", "because"),
     [
-        (ReadPace(0.001, 0.0), 64, False, 0, "hand it over"),
-        (ReadPace(0.1, 0.0), 2, True, 0, "wants the 2 cores"),
-        (ReadPace(0.1, 0.0), 1, True, 0, "wants the 1 core"),
+        (ReadPace(0.001, 0.0), 64, False, 0, "sending it"),
+        (ReadPace(0.1, 0.0), 2, True, 0, "needs the 2 cores"),
+        (ReadPace(0.1, 0.0), 1, True, 0, "needs the 1 core"),
         (ReadPace(0.1, 0.9), 2, True, 2, "90% of it waiting"),
         (ReadPace(0.1, 0.0), 8, True, 2, "leaves 2 of 8 cores"),
         (ReadPace(0.1, 0.0), 64, True, 4, "leaves 4 of 64"),

@@ -92,7 +92,7 @@ def test_a_missing_name_is_named_with_one_that_is_there(root: Path) -> None:
     del one_less["dog/a.png"]
     with pytest.raises(BadData, match=r"1 of 3 images: dog/a\.png\n"):
         Embedded(UnlabeledImages(root), written(root.parent / "f.safetensors", one_less)).read(0)
-    with pytest.raises(BadData, match="it holds nothing"):
+    with pytest.raises(BadData, match="it contains nothing"):
         Embedded(UnlabeledImages(root), written(root.parent / "g.safetensors", {}))
 
 

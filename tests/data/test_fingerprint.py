@@ -272,7 +272,7 @@ def test_peoples_own_sources(tmp_path: Path) -> None:
         said = different(before, fingerprint(kind(tmp_path / "one", names[::-1])))
         assert said == [f"the same {only(before).of}s, with other samples or in another order"]
     filed, plain = (fingerprint(kind(tmp_path / "one", names)) for kind in (OwnFiled, Own))
-    assert different(plain, filed) == ["files are compared, where samples were"]
+    assert different(plain, filed) == ["files are compared, and samples were saved"]
     alike = [fingerprint(Many(count, lambda index: "all alike")) for count in (3, 4)]
     assert different(*alike) == ["1 sample added: all alike"]
     assert different(*alike[::-1]) == ["1 sample removed: all alike"]

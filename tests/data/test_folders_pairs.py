@@ -122,7 +122,7 @@ def test_both_folders_must_be_there_and_hold_an_image(tmp_path: Path) -> None:
     with pytest.raises(BadData, match=r"condition folder .* not there"):
         pairs(tmp_path)
     (tmp_path / "conditions").mkdir()
-    with pytest.raises(BadData, match="holds no image"):
+    with pytest.raises(BadData, match="contains no image"):
         pairs(tmp_path)
 
 
@@ -151,5 +151,5 @@ def test_images_alone_are_all_that_lie_below_a_folder(root: Path) -> None:
     assert source.read(1)["image"].shape == (1, 6, 8)
     assert without_image(source, 1) == {}
     (root / "nothing").mkdir()
-    with pytest.raises(BadData, match="nothing holds no image"):
+    with pytest.raises(BadData, match="nothing contains no image"):
         UnlabeledImages(root / "nothing")

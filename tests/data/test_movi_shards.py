@@ -69,8 +69,8 @@ def test_shards_without_segmentations_have_no_masks(tmp_path: Path) -> None:
         (packed(np.zeros((3, 4, 4, 3), np.float32)), "float32"),
         (packed(np.zeros((3, 4, 4), np.uint8)), "are wanted"),
         (packed(np.asfortranarray(np.zeros((3, 4, 4, 3), np.uint8))), "are wanted"),
-        (packed(np.zeros((3, 4, 4, 1), np.uint8)), "not what its file holds"),
-        (packed(np.zeros((3, 4, 4, 3), np.uint8))[:-1], "not what its file holds"),
+        (packed(np.zeros((3, 4, 4, 1), np.uint8)), "does not match its file"),
+        (packed(np.zeros((3, 4, 4, 3), np.uint8))[:-1], "does not match its file"),
         (packed(np.array([{}], object)), "no .npy array|are wanted"),
     ],
 )

@@ -105,7 +105,7 @@ def test_masks_that_do_not_fit_are_said(tmp_path: Path) -> None:
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="not there"):
         FrameFolders(tmp_path / "none")
-    with pytest.raises(BadData, match="holds no image"):
+    with pytest.raises(BadData, match="contains no image"):
         FrameFolders(tmp_path)
     outside = tmp_path / "outside"
     put(outside, 2)

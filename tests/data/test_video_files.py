@@ -188,7 +188,7 @@ def test_pipes_are_not_waited_for_and_sizes_are_bounded(tmp_path: Path, monkeypa
 
 @pytest.mark.wording
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadData, match="holds no video"):
+    with pytest.raises(BadData, match="contains no video"):
         VideoFiles(tmp_path)
     with pytest.raises(BadData, match="not there"):
         VideoFiles(tmp_path / "none")

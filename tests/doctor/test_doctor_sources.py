@@ -79,7 +79,7 @@ def test_a_recipe_of_ours_is_known_by_its_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("", BadRecipe, "holds nothing"),
+        ("", BadRecipe, "contains nothing"),
         ("- amp\n", BadRecipe, "a list"),
         ("trainer: {amp: [\n", BadRecipe, "line"),
         ("amp: true\nlr: 1\namp: false\n", BadRecipe, "lines 1 and 3"),

@@ -127,7 +127,7 @@ def test_a_batch_grows_and_shrinks_by_whole_samples() -> None:
 @pytest.mark.wording
 @pytest.mark.parametrize("batch", [None, {}, {"n": 3}, torch.tensor(1.0)])
 def test_a_batch_without_samples_is_refused(batch: object) -> None:
-    with pytest.raises(WrongUse, match="no tensor"):
+    with pytest.raises(WrongUse, match="without a tensor"):
         size_of(batch)
 
 

@@ -65,7 +65,7 @@ class Custom(nn.Module):
 @pytest.mark.wording
 def test_a_wide_router_beside_experts_of_unknown_work_is_a_warning() -> None:
     stepper = make(Custom(torch.bfloat16))
-    with pytest.warns(UserWarning, match=r"not known: no rule counts the work of halfstep_test\.product"):
+    with pytest.warns(UserWarning, match=r"unknown: no rule counts the work of halfstep_test\.product"):
         assert stepper.step(mse, torch.randn(32, 64)).applied
     assert [finding.id for finding in stepper.findings] == ["precision.unknown"]
     assert stepper.observed is not None

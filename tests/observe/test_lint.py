@@ -70,7 +70,7 @@ def test_timesteps_that_become_one_another() -> None:
     assert found.finding.id == "integers-rounded"
     assert found.module == "layer"
     assert (
-        "whole numbers up to 999 are rounded to bf16, which counts to 256: 999 becomes 1000" in found.finding.evidence
+        "integers up to 999 are rounded to bf16, which counts to 256: 999 becomes 1000" in found.finding.evidence
     )
     assert 'island(model, "layer")' in found.finding.fix
     assert spotted(timesteps, FP16) == [], "fp16 counts to 2048"
@@ -111,7 +111,7 @@ def test_counting_in_a_narrow_format() -> None:
 def test_a_buffer_that_is_told_apart_by_small_differences() -> None:
     found = one(lambda model, x: model.layer(model.close))
     assert found.finding.id == "positions-merged"
-    assert "buffer close holds 8 numbers in order; cast to bf16, 1 of them differ" in found.finding.evidence
+    assert "buffer close contains 8 numbers in order; cast to bf16, 1 of them differ" in found.finding.evidence
 
 
 @pytest.mark.wording
@@ -241,7 +241,7 @@ def test_probabilities_that_are_not_those_computed() -> None:
     many = torch.randn(8, 8 * 500)
     found = one(lambda model, x: (model.layer(x).sum() * 0 + many.bfloat16()).log_softmax(-1))
     assert found.finding.id == "softmax-in-half"
-    assert "log_softmax over 4000 numbers is kept in bf16" in found.finding.evidence
+    assert "log_softmax over 4000 numbers is computed in bf16" in found.finding.evidence
     assert spotted(lambda model, x: (model.layer(x).sum() * 0 + many.bfloat16()).softmax(-1)) == []
     assert spotted(lambda model, x: F.cross_entropy(many.bfloat16(), torch.arange(8))) == []
 

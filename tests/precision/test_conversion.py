@@ -368,7 +368,7 @@ def test_the_last_pattern_that_matches_counts() -> None:
     ("rules", "words"),
     [
         ({"output": "fp8"}, "'output' of the policy matches no module"),
-        ({"blocks.*.up": "fp8", "blocks.*": "bf16"}, "never counts"),
+        ({"blocks.*.up": "fp8", "blocks.*": "bf16"}, "has no effect"),
         ({"blocks": "fp32", "blocks.0.up": "fp8"}, "inside of it"),
         ({"blocks.*": "fp16"}, "precision of 'blocks.*' is 'fp16'"),
         ({"default": "fp8", "*": "bf16"}, "no layer can be converted to fp8"),

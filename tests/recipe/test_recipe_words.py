@@ -29,7 +29,7 @@ def resolved(text: str, *line: str) -> Resolved:
         ("fp16: O2", "O2"),
         ("fp32: full", "full"),
         ("bf16: {enabled: maybe}", "maybe"),
-        ("trainer: {amp: {level: 1}}", "amp holds a dict"),
+        ("trainer: {amp: {level: 1}}", "amp has a dict"),
     ],
 )
 def test_a_word_for_precision_that_cannot_be_read_is_an_error(text: str, given: str) -> None:

@@ -167,7 +167,7 @@ def test_words_that_mean_no_precision_of_a_run() -> None:
         resolved(BASE + "precision: bf16-true")
     with pytest.raises(HalfstepError, match="fp17"):
         resolved(BASE + "precision: fp17")
-    with pytest.raises(BadRecipe, match="precision holds a list"):
+    with pytest.raises(BadRecipe, match="precision has a list"):
         resolved(BASE + "precision: [bf16]")
 
 

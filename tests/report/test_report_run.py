@@ -34,7 +34,7 @@ def test_the_verdict_is_one_sentence_with_the_figures(tmp_path: Path) -> None:
     )
     page = looked_at(tmp_path / "run")
     assert run.verdict in page.text
-    for words in ("Asked for bf16", "Observed bf16: 100.0%", "120 samples/s", "Waiting for data 25 %", "a" * 40):
+    for words in ("Requested bf16", "Observed bf16: 100.0%", "120 samples/s", "Waiting for data 25 %", "a" * 40):
         assert words in page.text, words
 
 

@@ -109,10 +109,10 @@ def test_grey_models_take_grey(tmp_path: Path) -> None:
 
 @pytest.mark.wording
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
-    with pytest.raises(BadData, match="holds no run"):
+    with pytest.raises(BadData, match="contains no run"):
         halfstep.load(tmp_path)
     run = halfstep.load(left(tmp_path, "slots"))
-    with pytest.raises(WrongUse, match="does not say"):
+    with pytest.raises(WrongUse, match="does not describe"):
         run.classes  # noqa: B018
     (tmp_path / "bad.png").write_bytes(b"no image")
     with pytest.raises(BadData, match=r"bad\.png"):

@@ -119,8 +119,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds 0 tasks"),
-        (OWN + OWN.replace("Mine", "Other"), "holds 2 tasks"),
+        ("", "contains 0 tasks"),
+        (OWN + OWN.replace("Mine", "Other"), "contains 2 tasks"),
         (OWN.replace("def model", "def other"), "lacks model"),
         (OWN.replace('metric = "loss"', "pass"), "lacks metric"),
         ("def (", "SyntaxError"),

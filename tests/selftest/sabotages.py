@@ -191,7 +191,7 @@ ALL = {
     "autocast silently fp32, unseen": Sabotage("observed", "output was torch.float32", autocast_off_unseen),
     "a format without a kernel": Sabotage("probe", "bf16 is native here, but conv2d failed", kernel_missing),
     "estimate off by two": Sabotage("memory", "more than a factor of 1.25 apart", estimate_doubled),
-    "a slow step": Sabotage("overhead", "times as long as by hand", slow_step),
+    "a slow step": Sabotage("overhead", "times as long as one written by hand", slow_step),
     "another operation blamed": Sabotage("replay", "aten.mul was planted in middle.planted", another_blamed),
     "weights rounded to 16 bits": Sabotage("parity", "worse", weights_rounded),
     "the slowest setting chosen": Sabotage("plan", "is not faster than fp32", slowest_chosen, here=False),

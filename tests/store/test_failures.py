@@ -81,8 +81,8 @@ def without_credentials() -> None:
 
 
 ENVIRONMENTS = {
-    "no address": ({"AWS_ENDPOINT_URL": "127.0.0.1:9000"}, "setting", "AWS_ENDPOINT_URL is no address"),
-    "a space": ({"AWS_ENDPOINT_URL": "http://a b:9000"}, "setting", "AWS_ENDPOINT_URL is no address"),
+    "no address": ({"AWS_ENDPOINT_URL": "127.0.0.1:9000"}, "setting", "AWS_ENDPOINT_URL is not an address"),
+    "a space": ({"AWS_ENDPOINT_URL": "http://a b:9000"}, "setting", "AWS_ENDPOINT_URL is not an address"),
     "a line break": ({"AWS_SECRET_ACCESS_KEY": "CANARY\n"}, "setting", "AWS_SECRET_ACCESS_KEY starts or ends"),
     "half": ({"AWS_SECRET_ACCESS_KEY": ""}, "setting", "missing or wrong"),
     "none": ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "denied", "no credentials"),

@@ -210,7 +210,7 @@ def test_an_older_launch_ends_with_73(in_store: InStore, tmp_path: Path, monkeyp
 def test_the_place_of_another_run_is_refused(in_store: InStore, tmp_path: Path) -> None:
     fit(tmp_path / "first", in_store)
     fit(tmp_path / "second", None, train__epochs=1)
-    with pytest.raises(FolderTaken, match="another run"):
+    with pytest.raises(FolderTaken, match="a different run"):
         fit(tmp_path / "third", in_store, train__seed=6, run__dir=str(_begun(tmp_path / "third")))
 
 

@@ -240,7 +240,7 @@ def test_what_a_store_cannot_have_is_refused(in_store: InStore, local: Path, tmp
     address = uploaded(in_store, local)
     with pytest.raises(BadRecipe, match=r"store\.cache"):
         StoreShards(address, cache=0.00001)
-    with pytest.raises(BadData, match=r"holds no \.tar"):
+    with pytest.raises(BadData, match=r"contains no \.tar"):
         StoreShards(f"{address}/nothing")
     for words in (["data.name=folder"], ["data.name=shards", f"data.path={address}/x?key=y"]):
         command = [

@@ -59,7 +59,7 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
 @pytest.mark.wording
 def test_a_wrong_number_of_classes_is_said(tmp_path: Path) -> None:
     write_classes(tmp_path)
-    with pytest.raises(BadRecipe, match=r"data.classes=5, where .* has 3 classes"):
+    with pytest.raises(BadRecipe, match=r"data.classes=5, but .* has 3 classes"):
         made("classification", data=folder(tmp_path, val=0.4, classes=5)).model()
 
 

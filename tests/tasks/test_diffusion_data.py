@@ -175,7 +175,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         sources("none", path=str(tmp_path / "nowhere"), val=0.5)
     with pytest.raises(BadData, match="split of 1 sample "):
         sources("none", path=str(tmp_path), val=0.5)
-    with pytest.raises(BadData, match="no folder per class"):
+    with pytest.raises(BadData, match="no class folders"):
         sources("class", path=str(tmp_path), val=0.5)
 
 

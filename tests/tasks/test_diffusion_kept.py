@@ -233,7 +233,7 @@ def trained(tmp_path: Path, name: str, task: Any = None) -> dict[str, torch.Tens
     return load_file(tmp_path / name / "last.safetensors")
 
 
-@pytest.mark.parametrize("became", ["is gone", "holds another one"])
+@pytest.mark.parametrize("became", ["is gone", "contains another one"])
 def test_an_interrupted_run_goes_on_with_the_parts_that_it_was_begun_with(tmp_path: Path, became: str) -> None:
     folder(tmp_path)
     unet(tmp_path / "unet")
@@ -242,7 +242,7 @@ def test_an_interrupted_run_goes_on_with_the_parts_that_it_was_begun_with(tmp_pa
         trained(tmp_path, "run", Interrupted)
     for part in ("vae", "unet"):
         shutil.rmtree(tmp_path / part)
-    if became == "holds another one":
+    if became == "contains another one":
         folder(tmp_path, seed=1)
         unet(tmp_path / "unet")
     resumed = trained(tmp_path, "run")
@@ -262,5 +262,5 @@ def test_facts_that_are_not_the_checkpoints_are_refused(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "run" / "task.json").read_text())
     facts["autoencoder"]["block_out_channels"] = [8, 24]
     (tmp_path / "run" / "task.json").write_text(json.dumps(facts))
-    with pytest.raises(StateMismatch, match=r"does not hold the autoencoder that task\.json describes"):
+    with pytest.raises(StateMismatch, match=r"does not contain the autoencoder that task\.json describes"):
         trained(tmp_path, "run")

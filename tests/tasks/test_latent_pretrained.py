@@ -190,8 +190,8 @@ def with_nan(folder: Path) -> None:
         (without_one, r"missing or of another shape, first encoder\.conv_in\.weight"),
         (with_nan, "not finite"),
         (lambda folder: (folder / WEIGHTS).unlink(), "lacks files of weights"),
-        (lambda folder: edit(folder, _class_name="VQModel"), "holds VQModel"),
-        (lambda folder: edit(folder, _class_name=["AutoencoderKL"]), r"holds \['AutoencoderKL'\]"),
+        (lambda folder: edit(folder, _class_name="VQModel"), "contains VQModel"),
+        (lambda folder: edit(folder, _class_name=["AutoencoderKL"]), r"contains \['AutoencoderKL'\]"),
         (lambda folder: edit(folder, quantization_config={"quant_method": "x"}), "quantized"),
         (lambda folder: edit(folder, block_out_channels=[10**6, 10**6]), "at least"),
         (lambda folder: edit(folder, layers_per_block=10**9), "layers"),
@@ -213,7 +213,7 @@ def test_no_folder_and_the_wrong_part(tmp_path: Path) -> None:
         pretrained_autoencoder(tmp_path / "nowhere")
     assert "model.stage=autoencoder" in caught.value.do
     kept_in(tmp_path)
-    with pytest.raises(BadData, match="holds AutoencoderKL"):
+    with pytest.raises(BadData, match="contains AutoencoderKL"):
         pretrained_denoiser(tmp_path)
 
 
@@ -274,7 +274,7 @@ def spoil_run(folder: Path, change: Any) -> None:
 @pytest.mark.wording
 def test_a_run_without_weights_or_facts(tmp_path: Path) -> None:
     run_in(tmp_path, files=())
-    with pytest.raises(BadData, match="holds no weights"):
+    with pytest.raises(BadData, match="contains no weights"):
         pretrained_autoencoder(tmp_path)
     run_in(tmp_path)
     for facts in ({}, {"autoencoder": None}, {"autoencoder": {"block_out_channels": "x"}}, []):

@@ -170,7 +170,7 @@ def test_a_batch_of_other_things_is_recorded_without(run: Path) -> None:
     place = kept(run, model, FailedStep(odd, trouble.report, "fp32", (), History(), verdict_of()))
     assert without_tensors(place)
     record = read(place).step
-    assert "holds a object" in record.without
+    assert "contains a object" in record.without
     assert record.verdict == trouble.verdict
 
 
@@ -519,7 +519,7 @@ def test_each_process_keeps_its_own_batch(run: Path, on_ranks: Ranks) -> None:
 def test_a_batch_of_one_process_that_cannot_be_kept_is_everyones(run: Path, on_ranks: Ranks) -> None:
     assert on_ranks(_record_on, str(run), 1) == [["info"], ["info"]]
     assert without_tensors(recorded_in(run)[0])
-    assert "holds a object" in read(recorded_in(run)[0]).step.without
+    assert "contains a object" in read(recorded_in(run)[0]).step.without
 
 
 def test_a_failure_of_one_process_is_told_by_all(run: Path, on_ranks: Ranks) -> None:

@@ -135,7 +135,7 @@ def test_a_folder_of_something_else_is_left_alone(content: bytes | None) -> None
         os.mkfifo(f"runs/mine/{RECIPE}")
     else:
         Path("runs/mine", RECIPE).write_bytes(content)
-    assert "holds files" in refusal(resolved())
+    assert "contains files" in refusal(resolved())
     assert os.listdir("runs/mine") == [RECIPE]
 
 
@@ -158,7 +158,7 @@ def test_what_a_run_writes_into_is_its_own(name: str) -> None:
 def test_a_folder_with_any_file_is_taken() -> None:
     os.makedirs("runs/mine")
     Path("runs/mine/notes.txt").write_text("mine")
-    assert "holds files" in refusal(resolved())
+    assert "contains files" in refusal(resolved())
     assert os.listdir("runs/mine") == ["notes.txt"]
 
 

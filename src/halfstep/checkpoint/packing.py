@@ -50,7 +50,7 @@ def _packed(value: Any, name: str, tensors: dict[str, Tensor], depth: int) -> Pl
     if type(value) in (list, tuple):
         items = [_packed(item, f"{name}/{number}", tensors, depth + 1) for number, item in enumerate(value)]
         return items if type(value) is list else {"$tuple": items}
-    raise _not_kept(f"{name} holds a {type(value).__name__}")
+    raise _not_kept(f"{name} contains a {type(value).__name__}")
 
 
 def _not_kept(given: str) -> WrongUse:

@@ -103,7 +103,7 @@ def _all_there(names: list[str], tensors: Mapping[str, Tensor], file: Path) -> N
         has = next(iter(tensors), None)
         raise BadData(
             f"{file} has no embedding for {len(missing)} of {len(names)} images: {first_of(missing)}",
-            allowed=ALLOWED + ("; it holds nothing" if has is None else f"; it contains {has[:200]!r}, for example"),
+            allowed=ALLOWED + ("; it contains nothing" if has is None else f"; it contains {has[:200]!r}, for example"),
             do="name each tensor as the image is named below data.path, or remove these images",
         )
 

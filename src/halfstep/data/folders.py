@@ -59,7 +59,7 @@ class UnlabeledImages(_Listed):
         self.root, self.channels = existing(root, "the image folder"), channels
         self._files = image_files(self.root)
         if not self._files:
-            raise BadData(f"{self.root} holds no image", allowed="at least one image below it", do="check data.path")
+            raise BadData(f"{self.root} contains no image", allowed="at least one image below it", do="check data.path")
 
 
 class ImageFolder(_Listed):
@@ -89,7 +89,7 @@ class ImageFolder(_Listed):
         for name in present:
             found = image_files(self.root, name)
             if not found:
-                raise BadData(f"{self.root / name} holds no image", allowed=_LAYOUT, do="fill or remove this folder")
+                raise BadData(f"{self.root / name} contains no image", allowed=_LAYOUT, do="fill or remove this folder")
             files += found
             labels += [self.classes.index(name)] * len(found)
         return files, labels
@@ -176,7 +176,7 @@ def paired(images: Path, partners: Path, rule: str, ending: str) -> list[tuple[s
     """
     pictures, others = _by_stem(images, "", rule), _by_stem(partners, ending, rule)
     if not pictures:
-        raise BadData(f"{images} holds no image", allowed=rule, do="check data.path")
+        raise BadData(f"{images} contains no image", allowed=rule, do="check data.path")
     lonely = [str(images / path) for stem, path in pictures.items() if stem not in others]
     lonely += [str(partners / path) for stem, path in others.items() if stem not in pictures]
     if lonely:

@@ -224,10 +224,10 @@ def _unrecognized(folder: Path, task: str | None) -> BadData:
         )
     if any(folder.glob("*.tar")):
         do = f"train on them with data.name=shards; halfstep data index {folder} reads each file completely"
-        return BadData(f"{folder} holds .tar shards", allowed=allowed, do=do)
+        return BadData(f"{folder} contains .tar shards", allowed=allowed, do=do)
     found = ", ".join(_folders(folder)[:8]) or "no folder at all"
     do = "give the folder above or below it, or rename these; text becomes tokens first: halfstep data tokens"
-    return BadData(f"{folder} holds {found}", allowed=allowed, do=do)
+    return BadData(f"{folder} contains {found}", allowed=allowed, do=do)
 
 
 def _named(folder: Path, names: Iterable[str]) -> str | None:

@@ -147,7 +147,7 @@ class FrameFolders(NumberedFiles):
         for image, mask in pairs:
             found.setdefault(os.path.dirname(image), []).append((image, mask))
         if not found:
-            raise BadData(f"{folder} holds no image", allowed=_LAYOUT, do="check data.path")
+            raise BadData(f"{folder} contains no image", allowed=_LAYOUT, do="check data.path")
         self._files = sorted(found)
         self._frames = [sorted(found[name], key=lambda pair: in_order(pair[0])) for name in self._files]
 
@@ -253,7 +253,7 @@ class VideoFiles(NumberedFiles):
         self.root = given.parent if alone else existing(given, "the folder of videos")
         self._files = [given.name] if alone else find_files(self.root, SUFFIXES)
         if not self._files:
-            raise BadData(f"{given} holds no video", allowed=", ".join(SUFFIXES), do="check data.path")
+            raise BadData(f"{given} contains no video", allowed=", ".join(SUFFIXES), do="check data.path")
         _av()
 
     def length(self, number: int) -> int:

@@ -219,7 +219,7 @@ def _check_can_rise(module: nn.Module) -> None:
         given, do = f"{kind} has no weights yet, and becomes another class with them", "run a batch through it first"
     else:
         return
-    raise WrongUse(given, allowed="modules whose class holds their methods", do=do)
+    raise WrongUse(given, allowed="modules whose class contains their methods", do=do)
 
 
 def _new_island(original: type[nn.Module], *arguments: Any) -> nn.Module:

@@ -214,7 +214,7 @@ def _read_precision(words: Mapping[str, object]) -> Named | None:
     """
     for key, value in words.items():
         if isinstance(value, list) or (isinstance(value, dict) and "enabled" not in value and not is_policy(value)):
-            raise BadRecipe(f"{key} holds a {type(value).__name__}", allowed="a precision, or true", do=f"{key}: bf16")
+            raise BadRecipe(f"{key} has a {type(value).__name__}", allowed="a precision or true", do=f"{key}: bf16")
     return read_settings(words)
 
 

@@ -123,7 +123,7 @@ def read_with_lines(text: str | bytes, where: str, loader: type[PythonLoader | F
     if not isinstance(content, dict):
         given = "nothing" if content is None else f"a {type(content).__name__}"
         raise BadRecipe(
-            f"{where} holds {given}", allowed="keys with values", do="start with a line such as `task: ...`"
+            f"{where} contains {given}", allowed="keys with values", do="start with a line such as `task: ...`"
         )
     return Read(content, lines)
 

@@ -65,7 +65,7 @@ def runs(folder: str | os.PathLike[str] = "runs", most: int = 50) -> Listing:
         raise BadData(
             f"cannot list the folder {folder}: {error.strerror or error}",
             allowed="a folder of runs",
-            do="give the folder that holds them, such as the parent of run.dir",
+            do="give the folder that contains them, such as the parent of run.dir",
         ) from None
     found = sorted(((_written_at(place), place) for place in places if is_run(place)), reverse=True)
     rows = [_row(place, at) for at, place in found[:most]]

@@ -89,7 +89,7 @@ def _task_in(module: types.ModuleType, where: str) -> type[Task]:
     if len(found) != 1:
         names = ", ".join(value.__name__ for value in found) or "none"
         raise WrongUse(
-            f"{where} holds {len(found)} tasks ({names})",
+            f"{where} contains {len(found)} tasks ({names})",
             allowed="a file with exactly one class that derives from Task",
             do="write `class MyTask(Task)` in it, or leave one and move the others",
         )
@@ -161,7 +161,7 @@ def _read(path: Path) -> bytes:
         # One byte more than allowed shows a larger file without reading all of it.
         text = file.read(LARGEST_FILE + 1)
     if path.suffix != ".py" or len(text) > LARGEST_FILE:
-        raise WrongUse(f"{path} is not a task", allowed=allowed, do="give the .py file that holds your Task class")
+        raise WrongUse(f"{path} is not a task", allowed=allowed, do="give the .py file that contains your Task class")
     return text
 
 

@@ -38,7 +38,7 @@ def parse_address(text: str, setting: str) -> StoreAddress:
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment or "@" in parts.netloc:
         # The text is not repeated: the message may reach a log.
         raise WrongUse(
-            f"{setting} holds credentials or options in its address",
+            f"{setting} contains credentials or options in its address",
             allowed=f"{parts.scheme[:8]}://BUCKET/PREFIX; credentials come from the environment or a role",
             do="remove everything before @ and after ? or #, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         )

@@ -316,7 +316,7 @@ def recipe_in(folder: Path) -> Path:
     """Return the path of the recipe in a run's folder; raise BadData if there is no run."""
     if not (folder / RECIPE).is_file():
         raise BadData(
-            f"{folder} holds no run" if folder.is_dir() else f"there is no folder {folder}",
+            f"{folder} contains no run" if folder.is_dir() else f"there is no folder {folder}",
             allowed=f"the folder of a run, with its {RECIPE}",
             do="give the folder that `halfstep train` named, such as runs/segmentation_tiny",
         )

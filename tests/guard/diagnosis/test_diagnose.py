@@ -160,7 +160,7 @@ def test_bad_numbers_of_a_batch_are_counted_and_placed() -> None:
     batches[0][1][0] = torch.inf  # no part of the loss
     found = verdict_on(plain_model(), batch=Window(batches), precision="bf16")
     assert found.cause == "data"
-    assert found.sentence == "data: micro-batch 1[0], sample 3 holds nan, one of 3 such numbers"
+    assert found.sentence == "data: micro-batch 1[0], sample 3 contains nan, one of 3 such numbers"
     assert found.culprit is not None
     assert found.culprit.outside == "the batch[1][0]"
     assert found.remedies[0].kind == "skip"
@@ -222,7 +222,7 @@ def test_a_loss_far_from_those_before_is_not_blamed_on_the_format() -> None:
     assert verdict_on(Net(large), precision="fp16", history=near).cause == "precision"
     found = verdict_on(Net(large), precision="fp16", history=far)
     assert found.cause == "divergence"
-    assert "where the median before is 1e-09" in found.sentence
+    assert "and the median so far is 1e-09" in found.sentence
 
 
 def test_a_weight_that_is_not_finite() -> None:
@@ -230,7 +230,7 @@ def test_a_weight_that_is_not_finite() -> None:
     model[2].weight.data[0, 0] = torch.nan  # type: ignore[union-attr, operator, index]
     found = verdict_on(model, precision="fp16")
     assert found.cause == "state"
-    assert found.sentence == "state: weight 2.weight holds nan in row 0 before the first operation"
+    assert found.sentence == "state: weight 2.weight contains nan in row 0 before the first operation"
     assert [remedy.kind for remedy in found.remedies] == ["restore"]
 
 

@@ -263,7 +263,7 @@ def test_another_tensor_of_the_batch_that_is_written_excuses_nothing() -> None:
     batch = with_value(torch.nan), torch.ones(3)
     found = last_verdict(written_by(lambda b: b[1].add_(1.0)), [], batch)
     assert found.cause == "data"
-    assert found.sentence == "data: the batch[0], sample 3 holds nan"
+    assert found.sentence == "data: the batch[0], sample 3 contains nan"
     assert [remedy.kind for remedy in found.remedies] == ["skip"]
 
 

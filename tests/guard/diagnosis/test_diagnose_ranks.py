@@ -42,7 +42,7 @@ def test_a_nan_on_one_rank_is_the_same_verdict_on_both(on_ranks: Ranks, bad: int
     first, second = on_ranks(verdict_where, bad, float("nan"), precision)
     assert first == second
     assert first["cause"] == "data"
-    assert first["sentence"] == f"data: the batch, sample 4 of rank {bad} holds nan"
+    assert first["sentence"] == f"data: the batch, sample 4 of rank {bad} contains nan"
 
 
 def sharded(rank: int, value: float, precision: str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def test_a_model_in_shards(on_ranks: Ranks) -> None:
     """The other process gets its gradients from this one, and is not to blame for them."""
     first, second = on_ranks(sharded, float("nan"), "fp32")
     assert first == second
-    assert first["sentence"] == "data: the batch, sample 2 of rank 1 holds nan"
+    assert first["sentence"] == "data: the batch, sample 2 of rank 1 contains nan"
 
 
 def test_gradients_of_a_model_in_shards(on_ranks: Ranks) -> None:

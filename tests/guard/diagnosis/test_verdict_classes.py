@@ -156,8 +156,8 @@ def test_a_weight_that_was_bad_before_the_step() -> None:
     model[2].weight.data.fill_(torch.nan)  # type: ignore[union-attr, operator]
     found = verdict_on(model, mse, torch.randn(4, 8), "bf16", history=HEALTHY, past=Past(applied=5))
     assert found.sentence == (
-        "state: weight 2.weight holds nan before the first operation; "
-        "step 5, the last that was applied, was finite, so it went bad since"
+        "state: weight 2.weight contains nan before the first operation; "
+        "step 5, the last that was applied, was finite, so it turned bad later"
     )
     assert [remedy.kind for remedy in found.remedies] == ["restore"]
 
@@ -166,7 +166,7 @@ def test_a_weight_that_was_bad_before_the_step() -> None:
     ("past", "said"),
     [
         (Past(400, "step-00000400", 400), "it came with the checkpoint step-00000400"),
-        (Past(0), "it was already so before the first step"),
+        (Past(0), "it was already bad before the first step"),
         (Past(450, "step-00000400", 400), "after resuming from step-00000400"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_bad_row_of_a_table_is_named_and_may_not_have_been_used() -> None:
     assert stepper_of(model).step(mse, torch.tensor([1, 2])).applied
     found = verdict_on(model, mse, torch.tensor([1, 7]), past=Past(3))
     assert found.cause == "state"
-    assert "weight 0.weight holds nan in row 7" in found.sentence
+    assert "weight 0.weight contains nan in row 7" in found.sentence
     assert "or did not use it" in found.sentence
 
 
@@ -207,7 +207,7 @@ def test_weights_of_a_second_network_that_the_loss_function_holds() -> None:
 
     found = verdict_on(plain_model(), loss_fn, torch.randn(4, 8))
     assert found.cause == "state"
-    assert "weight teachers['ema'].weight holds nan" in found.sentence
+    assert "weight teachers['ema'].weight contains nan" in found.sentence
 
 
 def test_weights_that_a_diverging_run_has_spoilt_are_its_own_fault() -> None:
@@ -242,7 +242,7 @@ def test_rows_of_a_data_set_that_the_batch_only_points_to() -> None:
 
     found = verdict_on(plain_model(), loss_fn, torch.arange(8, 12))
     assert found.cause == "data"
-    assert "images holds nan in rows 9, 10, 11, 3 of 16" in found.sentence
+    assert "images contains nan in rows 9, 10, 11, 3 of 16" in found.sentence
 
 
 def test_numbers_that_were_read_during_the_step() -> None:

@@ -322,7 +322,7 @@ class _Case:
         if bad_inputs.is_state(name):
             kinds = " and ".join(culprit.kinds)
             where = f" in {rows}" if rows else ""
-            what = f"{name} holds {kinds}{where} before the first operation"
+            what = f"{name} contains {kinds}{where} before the first operation"
             return self._in_state(as_it_was, name, what, bool(rows) and bad_inputs.is_table(name, self.trials.model))
         return Verdict(DATA, explain.held(culprit, rows), culprit, (), (_SKIP,))
 

@@ -153,7 +153,7 @@ def reaches(found: Spot, outcome: TrialOutcome) -> str:
 def held(culprit: Culprit, rows: str) -> str:
     """Return the sentence for bad values in a tensor of neither the batch nor the model, such as a data set."""
     name = f"a tensor that came from outside, at {culprit.line}," if culprit.outside == CONSTANT else culprit.outside
-    return f"data: {name} holds {' and '.join(culprit.kinds)}{f' in {rows}' if rows else ''}, and the step uses it"
+    return f"data: {name} contains {' and '.join(culprit.kinds)}{f' in {rows}' if rows else ''}, and the step uses it"
 
 
 def fix(fp32: TrialOutcome) -> str:
@@ -170,7 +170,7 @@ def fix_on_gradients(edited: TrialOutcome) -> str:
 def spot(found: Spot) -> str:
     """Return where a batch holds non-finite values."""
     many = f", one of {found.many:,} such numbers" if found.many > 1 else ""
-    return f"{found} holds {found.value}{many}"
+    return f"{found} contains {found.value}{many}"
 
 
 def batch_written(found: Spot) -> str:

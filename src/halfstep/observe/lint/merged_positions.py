@@ -60,6 +60,6 @@ def _merged(name: str, line: Tensor, format: Format) -> Finding | None:
     return Finding(
         "positions-merged",
         "warning",
-        f"buffer {name} holds {line.numel()} numbers in order; cast to {format.name}, {left} of them differ",
+        f"buffer {name} contains {line.numel()} numbers in order; cast to {format.name}, {left} of them differ",
         _FIX,
     )

@@ -129,7 +129,7 @@ class Chunks:
             raise refused(self.path(chunk), "its latents do not match its name")
         count = len(self.numbers(chunk))
         if any(opened.get_slice(name).get_shape()[:1] != [count] for name in (MOMENTS, GOOD)):
-            raise refused(self.path(chunk), f"it does not hold {count} samples")
+            raise refused(self.path(chunk), f"it does not contain {count} samples")
         return opened
 
     def is_there(self, chunk: int) -> bool:

@@ -66,7 +66,7 @@ def clips_in(place: Path, data: Any) -> Windows:
         else bool(find_files(existing(place, "the folder"), SUFFIXES))
     )
     if not are_videos and (place.is_file() or not image_files(place)):
-        raise BadData(f"{place} holds no clip", allowed=CLIPS, do="give the path of one of these")
+        raise BadData(f"{place} contains no clip", allowed=CLIPS, do="give the path of one of these")
     return _windows(place, data, are_videos)
 
 

@@ -108,7 +108,7 @@ def _from_run(folder: Path) -> AutoencoderKL:
     path = next((folder / name for name in (BEST, LAST) if (folder / name).is_file()), None)
     if path is None:
         raise BadData(
-            f"{folder} holds no weights",
+            f"{folder} contains no weights",
             allowed=f"a run with {BEST} or {LAST}",
             do="train the run to its first evaluation",
         )
@@ -120,7 +120,7 @@ def _from_run(folder: Path) -> AutoencoderKL:
     report = load_weights(nn.ModuleDict({AUTOENCODER: module}), path, partial=True)
     if report.missing or report.shapes:
         raise StateMismatch(
-            f"{path} does not hold the autoencoder that {FACTS} describes\n{report}",
+            f"{path} does not contain the autoencoder that {FACTS} describes\n{report}",
             allowed="the weights and the facts of one run",
             do="train the run again, or give the folder of another one",
         )
@@ -152,9 +152,9 @@ def _from_diffusers(folder: Path, part: str, kinds: Mapping[str, object], do: st
         raise BadData(f"no {' or '.join(kinds)} in {folder}{there}", allowed=allowed, do=do)
     name = str(config.get("_class_name"))
     if name not in kinds:
-        raise BadData(f"{place} holds {name[:80]}", allowed=allowed, do=do)
+        raise BadData(f"{place} contains {name[:80]}", allowed=allowed, do=do)
     if config.get("quantization_config") is not None:
-        raise BadData(f"{place} holds quantized weights", allowed=allowed, do="save it without quantization")
+        raise BadData(f"{place} contains quantized weights", allowed=allowed, do="save it without quantization")
     size = sum((place / file).stat().st_size for file in _number_files(place))
     _sketch(kinds[name], config, place / CONFIG, size)
     return _loaded(kinds[name], place), config
@@ -325,7 +325,7 @@ def _from_checkpoint(run: ResumableRun, origin: Mapping[str, Any]) -> Pretrained
         module.load_state_dict({n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)})
     except Exception as error:  # edited facts may raise any exception in diffusers
         raise StateMismatch(
-            f"{place.path} does not hold the autoencoder that {FACTS} describes: {in_one_line(error)[:200]}",
+            f"{place.path} does not contain the autoencoder that {FACTS} describes: {in_one_line(error)[:200]}",
             allowed="the checkpoint and the facts of one run",
             do=f"bring both back from a copy, or {begin_again()}",
         ) from error
