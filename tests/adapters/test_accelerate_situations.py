@@ -96,7 +96,7 @@ def test_a_model_or_an_optimizer_that_accelerate_does_not_save_is_refused_by_nam
     with pytest.raises(WrongUse, match="Model that is not a prepared model"):
         halfstep.from_accelerate(active, model, active.prepare(optimizer))
     active = accelerator()
-    with pytest.raises(WrongUse, match="AdamW that is no prepared optimizer"):
+    with pytest.raises(WrongUse, match="AdamW that is not a prepared optimizer"):
         halfstep.from_accelerate(active, active.prepare(model), optimizer)
     active = accelerator()
     model, optimizer = active.prepare(model, optimizer)
