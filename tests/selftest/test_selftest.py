@@ -217,7 +217,7 @@ def test_the_page_tells_the_bounds_that_hold() -> None:
         f"to {scale._TOLERANCE:.0%} of its norm".replace("%", " %"),
     ):
         assert words in page, words
-    assert re.findall(r"^\| (\w+) \| (?!means)", page.partition("passes where")[2], re.M)[: len(PARTS)] == [*PARTS]
+    assert re.findall(r"^\| (\w+) \| (?!means)", page.partition("passes if")[2], re.M)[: len(PARTS)] == [*PARTS]
 
 
 def report_of(**results: str) -> dict[str, Any]:
