@@ -203,7 +203,10 @@ def _part_of(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePri
 def _rows(found: list[tuple[str, str]], contents: dict[tuple[str, bool], str]) -> tuple[list[FilePrint], bool]:
     sizes = [_size(path) for _, path in found]
     whole = sum(size or 0 for size in sizes) <= MOST_WHOLE_BYTES
-    read = {key for key, _ in found} if whole else _chosen(key for key, _ in found)
+    read = {key for key, _ in found}
+    if not whole:
+        # By the hash of their names: evenly spaced files would all change with one added file.
+        read = set(heapq.nsmallest(SAMPLED_FILES, read, key=lambda key: (_digest([key]), key)))
     rows = []
     for (key, path), size in zip(found, sizes, strict=True):
         if size is None:
@@ -215,11 +218,6 @@ def _rows(found: list[tuple[str, str]], contents: dict[tuple[str, bool], str]) -
                 contents[path, whole] = _content(path, block_starts(size, whole))
             rows.append(FilePrint(key, size, contents[path, whole]))
     return rows, whole
-
-
-def _chosen(keys: Iterable[str]) -> set[str]:
-    """Return files chosen by the hash of their names: evenly spaced ones would all change with one added file."""
-    return set(heapq.nsmallest(SAMPLED_FILES, set(keys), key=lambda key: (_digest([key]), key)))
 
 
 def _size(path: str) -> int | None:
