@@ -243,13 +243,10 @@ def give_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
     good, kept = None if none_is_good else checkpoints.name, _kept(checkpoints, none_is_good)
     if do and cause == DIVERGENCE and not _is_in_the_code(error):
         kept = f"{kept}, with a lower learning rate"
-    return GivenUp(_why(loop, cause, error), kept, do or error.do, good, cause, error.verdict)
-
-
-def _why(loop: Loop, cause: str, error: Diverged) -> str:
-    """Return the reason; the checkpoint to resume from is named after it."""
     why = error.why or error.given
-    return why + describe_guilty_samples(loop.guarding.guilty) if cause == DATA else why
+    if cause == DATA:
+        why += describe_guilty_samples(loop.guarding.guilty)
+    return GivenUp(why, kept, do or error.do, good, cause, error.verdict)
 
 
 def _is_in_the_code(error: Diverged) -> bool:
@@ -283,7 +280,8 @@ def command_line(folder: Path, command: str, changes: Mapping[str, object], perm
     if not command.startswith("halfstep "):
         more = f", {permission.argument}=True" if permission else ""
         return f"{command.removesuffix(')')}, settings={dict(changes)!r}{more})"
-    line = _launched(shlex.split(command))
+    # With its launcher: a checkpoint of several ranks cannot be resumed on one.
+    line = [*launcher(distributed.size()), *shlex.split(command)[1:]]
     words = _without(line, {_NEW.flag, ACCEPT.flag}, {word for key in changes for word in _words_for(key)})
     if _NEW.flag in line and permission is not _NEW:  # it would start another run
         words = [*_without(words, set(), set(_words_for("run.dir"))), f"run.dir={folder}"]
@@ -296,11 +294,6 @@ def _words_for(key: str) -> list[str]:
     fields = fields_of(Recipe[ModelOptions, DataOptions, LossOptions])
     setting = fields.by_key.get(key) or fields.by_key.get(fields.keys_of.get(key, [key])[0])
     return [key, setting.key, setting.name, *setting.also] if setting else [key]
-
-
-def _launched(words: list[str]) -> list[str]:
-    """Return the command with its launcher: a checkpoint of several ranks cannot be resumed on one."""
-    return [*launcher(distributed.size()), *words[1:]]
 
 
 def _without(words: Sequence[str], flags: Collection[str], names: Collection[str]) -> list[str]:
