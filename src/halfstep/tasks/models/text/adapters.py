@@ -43,13 +43,15 @@ def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageMod
     """
     require("peft", *(("bitsandbytes",) if options.base_format in QUANTIZED else ()))
     from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
 
     if options.base == NO_BASE:
         language = building.new_model(config, _stored(options.base_format))
     else:
         language = building.load_base(options.base, options.download, **_how(options.base_format, device))
     language.config.use_cache = False
-    adapter, names = options.adapter, _layer_names(language)
+    layers = (path for path, part in language.named_modules() if isinstance(part, (nn.Linear, Conv1D)))
+    adapter, names = options.adapter, list(dict.fromkeys(path.rpartition(".")[2] for path in layers))
     settings = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha or 2 * adapter.rank,
@@ -100,14 +102,6 @@ def _how(base_format: str, device: torch.device) -> dict[str, Any]:
 def _not_a_cast(record: logging.LogRecord) -> bool:
     """Drop the line that bitsandbytes logs for each product of an int8 base; `parts_in_lines` says it once."""
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
-
-
-def _layer_names(language: nn.Module) -> list[str]:
-    from transformers.pytorch_utils import Conv1D
-
-    layers = (nn.Linear, Conv1D)
-    found = (name.rpartition(".")[2] for name, part in language.named_modules() if isinstance(part, layers))
-    return list(dict.fromkeys(found))
 
 
 def _refuse_unmatched(language: nn.Module, adapter: Any, known: list[str]) -> None:
