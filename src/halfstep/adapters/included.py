@@ -50,7 +50,9 @@ def moving_methods(thing: Any, named: str | Literal[False] | None, others: Seque
         return methods
     # Many models have a method `update` or `step` that forward uses, and metrics have `update`: a module counts only
     # if it holds a copy of trained parameters, which the method can move.
-    if _is_metric(thing) or any(isinstance(held, torch.optim.Optimizer) for held in vars(thing).values()):
+    # torchmetrics' Metric: its `update` counts a batch.
+    is_metric = all(callable(getattr(type(thing), name, None)) for name in ("update", "compute", "reset"))
+    if is_metric or any(isinstance(held, torch.optim.Optimizer) for held in vars(thing).values()):
         return []
     copies = callable(getattr(type(thing), "update_parameters", None)) or isinstance(thing, _timm_averages())
     averages = copies or _holds_a_copy(thing, methods, [*others, *_hidden_modules(thing)])
@@ -63,11 +65,6 @@ def _is_own_method(kind: type, name: str) -> bool:
     """Return whether a class has this method; not the `update` of torch's containers, which adds members."""
     method = getattr(kind, name, None)
     return callable(method) and method not in (nn.ModuleDict.update, nn.ParameterDict.update)
-
-
-def _is_metric(module: nn.Module) -> bool:
-    """Return whether a module has the methods of torchmetrics' Metric, whose `update` counts a batch."""
-    return all(callable(getattr(type(module), name, None)) for name in ("update", "compute", "reset"))
 
 
 def _timm_averages() -> tuple[type, ...]:
