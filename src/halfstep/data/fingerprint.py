@@ -110,7 +110,12 @@ class Fingerprint:
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for a checkpoint."""
-        return {"version": _VERSION, "parts": [_as_json(part) for part in self.parts]}
+        parts = []
+        for part in self.parts:
+            rows = None if part.rows is None else [_text(row) for row in part.rows]
+            plain = {"rows": rows, "groups": part.groups and list(part.groups)}
+            parts.append(asdict(replace(part, rows=None)) | plain)
+        return {"version": _VERSION, "parts": parts}
 
     @classmethod
     def from_dict(cls, saved: object) -> Fingerprint:
@@ -267,11 +272,6 @@ def _digest(texts: Iterable[str]) -> str:
 
 def _text(row: FilePrint) -> str:
     return f"{row.content} {row.size} {row.key}"
-
-
-def _as_json(part: SourcePrint) -> dict[str, object]:
-    rows = None if part.rows is None else [_text(row) for row in part.rows]
-    return asdict(replace(part, rows=None)) | {"rows": rows, "groups": part.groups and list(part.groups)}
 
 
 # -- changes ----------------------------------------------------------------------------------------------------------

@@ -196,14 +196,15 @@ def find_layout(root: str | Path, task: str | None = None, masks: str | Path | N
         )
     looks_like_pairs = _named(folder, _IMAGES) is not None and _named(folder, _MASKS) is not None
     if task != SEGMENTATION and not looks_like_pairs:
-        found = {name: SplitFolder(place) for name, place in places.items() if _has_classes(place)}
+        # Classes are folders of images.
+        found = {
+            name: SplitFolder(place)
+            for name, place in places.items()
+            if any(_holds_images(place / one) for one in _folders(place))
+        }
         if TRAIN in found or ALL in found:
             return Layout(CLASSIFICATION, folder, found)
     raise _unrecognized(folder, task)
-
-
-def _has_classes(folder: Path) -> bool:
-    return any(_holds_images(folder / name) for name in _folders(folder))
 
 
 def _unrecognized(folder: Path, task: str | None) -> BadData:
