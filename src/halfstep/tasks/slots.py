@@ -35,9 +35,11 @@ def overlays(frames: Sequence[Picture], masks: Any, slots: int) -> list[Picture]
     would show neither.
     """
     # The palette's first color is black for the background, but slots treat the background as one more object: skip it.
-    return [
-        images.laid_over(_gray(frame), _numbers(mask) + 1, slots + 1) for frame, mask in zip(frames, masks, strict=True)
-    ]
+    drawn = []
+    for frame, mask in zip(frames, masks, strict=True):
+        gray: Picture = frame.mean(2, keepdims=True).round().astype(np.uint8).repeat(3, 2)
+        drawn.append(images.laid_over(gray, _numbers(mask) + 1, slots + 1))
+    return drawn
 
 
 def clip_picture(frames: Sequence[Picture], masks: Any, slots: int, truth: Any = None) -> Picture:
@@ -52,11 +54,6 @@ def clip_picture(frames: Sequence[Picture], masks: Any, slots: int, truth: Any =
     # Transposed, so that the rows are stacked vertically.
     columns = [images.side_by_side(row, GAP).swapaxes(0, 1) for row in rows]
     return images.side_by_side(columns, GAP).swapaxes(0, 1)
-
-
-def _gray(frame: Picture) -> Picture:
-    picture: Picture = frame.mean(2, keepdims=True).round().astype(np.uint8).repeat(3, 2)
-    return picture
 
 
 def _numbers(mask: Any) -> images.Mask:

@@ -60,7 +60,11 @@ def fetched(
         # The first sentence of the error; the others are about the client's own options.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0][:160]
         place = cache_folder() / "weights" / f"{name}.safetensors"
-        address = _address(repository) if repository else other
+        address = other
+        if repository:
+            from huggingface_hub import constants
+
+            address = f"{constants.ENDPOINT}/{repository}/resolve/main/model.safetensors"
         raise BadData(
             f"the pretrained weights of {name} are not on this machine and cannot be fetched: {reason}",
             allowed=f"a connection to the hub, or the file itself: {setting} may be a path",
@@ -91,9 +95,3 @@ def _reachable(address: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def _address(repository: str) -> str:
-    from huggingface_hub import constants
-
-    return f"{constants.ENDPOINT}/{repository}/resolve/main/model.safetensors"

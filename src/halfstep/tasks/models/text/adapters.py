@@ -145,17 +145,14 @@ def parts_of(model: LanguageModel, precision: Precision) -> list[PartRow]:
     kinds: dict[tuple[str, bool, str], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         part = "adapter" if "lora_" in name else "also trained" if parameter.requires_grad else "base"
-        kinds.setdefault((part, parameter.requires_grad, _format(parameter)), []).append(parameter)
+        known = format_of(parameter.dtype)
+        plain = known.name if known is not None else str(parameter.dtype).removeprefix("torch.")
+        stored = {"Params4bit": "nf4", "Int8Params": "int8"}.get(type(parameter).__name__, plain)
+        kinds.setdefault((part, parameter.requires_grad, stored), []).append(parameter)
     return [
         PartRow(part, trained, stored, computed, sum(p.nbytes for p in found))
         for (part, trained, stored), found in kinds.items()
     ]
-
-
-def _format(parameter: Tensor) -> str:
-    named = {"Params4bit": "nf4", "Int8Params": "int8"}.get(type(parameter).__name__)
-    known = format_of(parameter.dtype)
-    return named or (known.name if known is not None else str(parameter.dtype).removeprefix("torch."))
 
 
 def table(rows: Iterable[PartRow]) -> list[str]:
@@ -211,7 +208,12 @@ def base_fingerprint(name: str, known: str = "") -> str:
     Raise `BadData` if they are not those that are `known`.
     """
     total = sha256()
-    for path in base_files(name) or base_files(_downloaded(name)):
+    files = base_files(name)
+    if not files:
+        from transformers.utils import cached_file
+
+        files = base_files(os.path.dirname(str(cached_file(name, "config.json", local_files_only=True))))
+    for path in files:
         length = path.stat().st_size
         total.update(f"{path.name} {length} ".encode())
         total.update(content_digest(path, block_starts(length, length <= MOST_WHOLE)).encode())
@@ -223,12 +225,6 @@ def base_fingerprint(name: str, known: str = "") -> str:
             do=f"put the original base back at {name}",
         )
     return now
-
-
-def _downloaded(name: str) -> str:
-    from transformers.utils import cached_file
-
-    return os.path.dirname(str(cached_file(name, "config.json", local_files_only=True)))
 
 
 # -- merging ----------------------------------------------------------------------------------------------------------
