@@ -13,7 +13,7 @@ import errno
 import itertools
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -231,8 +231,8 @@ def _write_own(draft: Path, snapshot: RankSnapshot, disk: Disk, rank: int) -> li
     _refuse_more_than(MOST_TENSORS - 1, len(snapshot.tensors), "tensors of one process")
     _refuse_more_than(LARGEST_JSON, len(table) - LENGTH, "bytes for the table of tensors")
     _refuse_more_than(LARGEST_JSON, len(text), "bytes of state without tensors")
-    pieces = itertools.chain([table], (content(tensor.cpu()) for tensor in snapshot.tensors.values()))
-    tensors = write_sealed(disk, draft / tensors_of(rank), pieces)
+    contents: Iterator[bytes | memoryview] = (content(tensor.cpu()) for tensor in snapshot.tensors.values())
+    tensors = write_sealed(disk, draft / tensors_of(rank), itertools.chain([table], contents))
     return [tensors, write_sealed(disk, draft / state_of(rank), [text])]
 
 

@@ -161,7 +161,10 @@ def read_tensors(generation: CheckpointDir, rank: int, like: Like = lambda *_: N
     try:
         table = dict(read_manifest(generation).chunks)
         found: dict[str, Tensor] = {}
-        targets = {name: _target(like, name, cut) for name, cut in table.items()}
+        targets: dict[str, Tensor] = {}
+        for name, cut in table.items():
+            target = like(name, cut.shape, cut.dtype)
+            targets[name] = torch.empty(cut.shape, dtype=cut.dtype) if target is None else target
         for one in dict.fromkeys((0, rank)):
             whole, elsewhere = _read_whole(path / tensors_of(one), table, like)
             found |= whole
@@ -196,11 +199,6 @@ def _read_whole(path: Path, chunks: Mapping[str, object], like: Like) -> tuple[d
             else:
                 targets[name] = target
     return whole, targets
-
-
-def _target(like: Like, name: str, cut: ChunkedTensor) -> Tensor:
-    found = like(name, cut.shape, cut.dtype)
-    return torch.empty(cut.shape, dtype=cut.dtype) if found is None else found
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
