@@ -21,7 +21,7 @@ def expanded(pattern: str) -> list[str]:
     """Return the paths that a pattern stands for; raise BadData for none or too many."""
     parts = _RANGE.split(pattern)
     between, ranges = parts[::3], list(zip(parts[1::3], parts[2::3], strict=True))
-    # 0 if a range is empty; an absurdly long number is not multiplied.
+    # 0 if a range is empty; infinity, without parsing, where a number is absurdly long.
     is_absurd = max(len(number) for both in ranges for number in both) > 18
     count = math.inf if is_absurd else math.prod(max(0, int(last) - int(first) + 1) for first, last in ranges)
     if not 1 <= count <= MOST_SHARDS:

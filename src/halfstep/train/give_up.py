@@ -280,8 +280,7 @@ def command_line(folder: Path, command: str, changes: Mapping[str, object], perm
     if not command.startswith("halfstep "):
         more = f", {permission.argument}=True" if permission else ""
         return f"{command.removesuffix(')')}, settings={dict(changes)!r}{more})"
-    # With its launcher: a checkpoint of several ranks cannot be resumed on one.
-    line = [*launcher(distributed.size()), *shlex.split(command)[1:]]
+    line = _launched(shlex.split(command))
     words = _without(line, {_NEW.flag, ACCEPT.flag}, {word for key in changes for word in _words_for(key)})
     if _NEW.flag in line and permission is not _NEW:  # it would start another run
         words = [*_without(words, set(), set(_words_for("run.dir"))), f"run.dir={folder}"]
@@ -294,6 +293,11 @@ def _words_for(key: str) -> list[str]:
     fields = fields_of(Recipe[ModelOptions, DataOptions, LossOptions])
     setting = fields.by_key.get(key) or fields.by_key.get(fields.keys_of.get(key, [key])[0])
     return [key, setting.key, setting.name, *setting.also] if setting else [key]
+
+
+def _launched(words: list[str]) -> list[str]:
+    """Return the command with its launcher: a checkpoint of several ranks cannot be resumed on one."""
+    return [*launcher(distributed.size()), *words[1:]]
 
 
 def _without(words: Sequence[str], flags: Collection[str], names: Collection[str]) -> list[str]:
