@@ -88,16 +88,13 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
         name not in environment for name in _SLURM.values()
     ):
         return {}
-    place = {"MASTER_ADDR": _first_host(environment), "MASTER_PORT": str(_port(environment))}
-    ranks = {ours: environment[theirs] for ours, theirs in _SLURM.items()}
-    return {**ranks, **{name: environment.get(name, value) for name, value in place.items()}}
-
-
-def _first_host(environment: Mapping[str, str]) -> str:
-    """Return the host of task 0: the first of the step, as in `node[03-07,12],other`."""
+    # The host of task 0: the first of the step, as in `node[03-07,12],other`.
     listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     found = _FIRST_HOST.match(listed)
-    return "".join(part or "" for part in found.group("name", "number", "rest")) if found else "localhost"
+    host = "".join(part or "" for part in found.group("name", "number", "rest")) if found else "localhost"
+    place = {"MASTER_ADDR": host, "MASTER_PORT": str(_port(environment))}
+    ranks = {ours: environment[theirs] for ours, theirs in _SLURM.items()}
+    return {**ranks, **{name: environment.get(name, value) for name, value in place.items()}}
 
 
 def _port(environment: Mapping[str, str]) -> int:

@@ -50,9 +50,14 @@ def moving_methods(thing: Any, named: str | Literal[False] | None, others: Seque
         return methods
     # Many models have a method `update` or `step` that forward uses, and metrics have `update`: a module counts only
     # if it holds a copy of trained parameters, which the method can move.
-    if _is_metric(thing) or any(isinstance(held, torch.optim.Optimizer) for held in vars(thing).values()):
+    # torchmetrics' Metric: its `update` counts a batch.
+    is_metric = all(callable(getattr(type(thing), name, None)) for name in ("update", "compute", "reset"))
+    if is_metric or any(isinstance(held, torch.optim.Optimizer) for held in vars(thing).values()):
         return []
-    copies = callable(getattr(type(thing), "update_parameters", None)) or isinstance(thing, _timm_averages())
+    # Copies in timm's averages still require gradients: nothing else distinguishes these averages from a model.
+    timms = sys.modules.get("timm.utils.model_ema")  # not imported: then nobody has one
+    is_timms = timms is not None and isinstance(thing, (timms.ModelEmaV2, timms.ModelEmaV3))
+    copies = is_timms or callable(getattr(type(thing), "update_parameters", None))
     averages = copies or _holds_a_copy(thing, methods, [*others, *_hidden_modules(thing)])
     if averages is None or (averages and not methods):
         raise _may_be_an_average(thing, methods)
@@ -63,17 +68,6 @@ def _is_own_method(kind: type, name: str) -> bool:
     """Return whether a class has this method; not the `update` of torch's containers, which adds members."""
     method = getattr(kind, name, None)
     return callable(method) and method not in (nn.ModuleDict.update, nn.ParameterDict.update)
-
-
-def _is_metric(module: nn.Module) -> bool:
-    """Return whether a module has the methods of torchmetrics' Metric, whose `update` counts a batch."""
-    return all(callable(getattr(type(module), name, None)) for name in ("update", "compute", "reset"))
-
-
-def _timm_averages() -> tuple[type, ...]:
-    """Return timm's averages: their copies still require gradients, so that nothing else tells them from a model."""
-    found = sys.modules.get("timm.utils.model_ema")  # not imported: then nobody has one
-    return () if found is None else (found.ModelEmaV2, found.ModelEmaV3)
 
 
 def _hidden_modules(module: nn.Module) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -230,7 +231,8 @@ def _write_own(draft: Path, snapshot: RankSnapshot, disk: Disk, rank: int) -> li
     _refuse_more_than(MOST_TENSORS - 1, len(snapshot.tensors), "tensors of one process")
     _refuse_more_than(LARGEST_JSON, len(table) - LENGTH, "bytes for the table of tensors")
     _refuse_more_than(LARGEST_JSON, len(text), "bytes of state without tensors")
-    tensors = write_sealed(disk, draft / tensors_of(rank), _stream(table, snapshot.tensors))
+    contents: Iterator[bytes | memoryview] = (content(tensor.cpu()) for tensor in snapshot.tensors.values())
+    tensors = write_sealed(disk, draft / tensors_of(rank), itertools.chain([table], contents))
     return [tensors, write_sealed(disk, draft / state_of(rank), [text])]
 
 
@@ -241,11 +243,6 @@ def _refuse_more_than(most: int, count: int, what: str) -> None:
     """
     if count > most:
         raise NotCommitted(f"{count:,} {what}: a checkpoint can be read with at most {most:,}")
-
-
-def _stream(table: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    yield table
-    yield from (content(tensor.cpu()) for tensor in tensors.values())
 
 
 def _manifest(snapshot: RankSnapshot, sealed: list[Any], launch: str | None) -> Manifest:

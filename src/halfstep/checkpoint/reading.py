@@ -145,7 +145,11 @@ def read_plain(generation: CheckpointDir, rank: int) -> Any:
 
     Raises BadData if the file cannot be parsed, and StorageFailed if it cannot be read at present.
     """
-    return _json(generation.path / state_of(rank))
+    path = generation.path / state_of(rank)
+    try:
+        return strict_json(read_bounded(path, LARGEST_JSON))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
 
 
 def read_tensors(generation: CheckpointDir, rank: int, like: Like = lambda *_: None) -> dict[str, Tensor]:
@@ -157,12 +161,18 @@ def read_tensors(generation: CheckpointDir, rank: int, like: Like = lambda *_: N
     try:
         table = dict(read_manifest(generation).chunks)
         found: dict[str, Tensor] = {}
-        targets = {name: _target(like, name, cut) for name, cut in table.items()}
+        targets: dict[str, Tensor] = {}
+        for name, cut in table.items():
+            target = like(name, cut.shape, cut.dtype)
+            targets[name] = torch.empty(cut.shape, dtype=cut.dtype) if target is None else target
         for one in dict.fromkeys((0, rank)):
             whole, elsewhere = _read_whole(path / tensors_of(one), table, like)
             found |= whole
             targets |= elsewhere
-            table |= {name: _in_one(tensor, one) for name, tensor in elsewhere.items()}
+            table |= {
+                name: ChunkedTensor(tuple(tensor.shape), tensor.dtype, 0, max(1, tensor.shape[0]), (one,))
+                for name, tensor in elsewhere.items()
+            }
         if targets:
             from halfstep.checkpoint.resharding import read_into  # takes most of a second, and only shards need it
 
@@ -189,22 +199,6 @@ def _read_whole(path: Path, chunks: Mapping[str, object], like: Like) -> tuple[d
             else:
                 targets[name] = target
     return whole, targets
-
-
-def _target(like: Like, name: str, cut: ChunkedTensor) -> Tensor:
-    found = like(name, cut.shape, cut.dtype)
-    return torch.empty(cut.shape, dtype=cut.dtype) if found is None else found
-
-
-def _in_one(tensor: Tensor, rank: int) -> ChunkedTensor:
-    return ChunkedTensor(tuple(tensor.shape), tensor.dtype, 0, max(1, tensor.shape[0]), (rank,))
-
-
-def _json(path: Path) -> Any:
-    try:
-        return strict_json(read_bounded(path, LARGEST_JSON))
-    except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -58,7 +58,11 @@ class ChunkReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the table in the form of torch.distributed.checkpoint."""
-        return Metadata(state_dict_metadata={name: _metadata(one) for name, one in self._table.items()})
+        table: dict[str, Any] = {}
+        for name, one in self._table.items():
+            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in one.chunks()]
+            table[name] = TensorStorageMetadata(TensorProperties(dtype=one.dtype), torch.Size(one.shape), chunks)
+        return Metadata(state_dict_metadata=table)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Remember which file each chunk is in."""
@@ -108,8 +112,3 @@ def _copy(stored: Any, item: ReadItem, planner: LoadPlanner) -> None:
     # A slice, not the tensor: only these bytes are read.
     target.copy_(part[box] if box else stored.get_tensor(item.storage_index.fqn))
     planner.commit_tensor(item, target)
-
-
-def _metadata(one: ChunkedTensor) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in one.chunks()]
-    return TensorStorageMetadata(TensorProperties(dtype=one.dtype), torch.Size(one.shape), chunks)

@@ -57,7 +57,13 @@ def answer(asked: StatusQuery) -> int:
     from halfstep.runs.liveness import judge_run
 
     found = judge_run(asked.run, asked.max_age, asked.rank)
-    sys.stdout.write(f"{_as_json(found, asked) if asked.json else _as_line(found)}\n")
+    if asked.json:
+        ranks = [one._asdict() for one in found.ranks]
+        content = {**found._asdict(), "run": str(found.run), "max_age": asked.max_age, "ranks": ranks}
+        text = json.dumps(content, indent=1)
+    else:
+        text = _as_line(found)
+    sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
     return found.code
 
@@ -70,9 +76,3 @@ def _as_line(found: RunLiveness) -> str:
     line, columns = in_line(f"{found.state}{code}{why}{again}"), get_terminal_size((0, 0)).columns
     # Programs that read a pipe get one line, unless COLUMNS is set.
     return fill(line, columns, subsequent_indent="  ", break_on_hyphens=False) if columns else line
-
-
-def _as_json(found: RunLiveness, asked: StatusQuery) -> str:
-    ranks = [one._asdict() for one in found.ranks]
-    content = {**found._asdict(), "run": str(found.run), "max_age": asked.max_age, "ranks": ranks}
-    return json.dumps(content, indent=1)

@@ -48,7 +48,10 @@ def run(
         check_svg(picture, "--picture")  # the audit may take minutes
     try:
         examined = subject(recipe, context.args)
-        found = _audited(examined, precision, device)
+        from halfstep.measure.audit.audit import audit
+
+        with progress("auditing", "stages") as on_progress:
+            found = audit(examined, precision=precision, device=device, progress=on_progress)
     except KeyboardInterrupt:  # torch was being imported or the case built: there is no report yet
         if json:
             print_json(_nothing([recipe, *context.args], precision, device))
@@ -78,13 +81,6 @@ def _nothing(words: list[str], precision: str | None, device: str | None) -> dic
         "loss_scale": None, "modules": [], "islands": [], "findings": [], "notes": [], "stopped": None,
         "interrupted": True, "next": shlex.join(["halfstep", "audit", *words, *again]),
     }  # fmt: skip
-
-
-def _audited(examined: Subject, precision: str | None, device: str | None) -> Audit:
-    from halfstep.measure.audit.audit import audit
-
-    with progress("auditing", "stages") as on_progress:
-        return audit(examined, precision=precision, device=device, progress=on_progress)
 
 
 def next_command(examined: Subject, found: Audit, device: str | None = None) -> str:

@@ -54,7 +54,8 @@ def run(
 
     words = [word for word in (part.strip() for part in precisions.split(",")) if word]
     arms = _arms(given, words, configs, arm or [])
-    folder = out or _folder(recipe)
+    label = Path(recipe.replace(":", "-")).stem if "/" in recipe else recipe.removesuffix(".yaml").replace(":", "-")
+    folder = out or Path("runs") / f"bench-{label}"
     # Before any training: the folder may belong to another bench.
     check_folder(folder, recipe)
     with signals_as_ctrl_c(), progress("bench", "jobs") as tell:
@@ -100,8 +101,3 @@ def signals_as_ctrl_c() -> Iterator[None]:
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)
-
-
-def _folder(recipe: str) -> Path:
-    label = Path(recipe.replace(":", "-")).stem if "/" in recipe else recipe.removesuffix(".yaml").replace(":", "-")
-    return Path("runs") / f"bench-{label}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli._options import HalfstepCommand, Json, OnDevice, check_report, flag, show_result
-from halfstep.doctor.device_report import DeviceReport, examine
+from halfstep.doctor.device_report import examine
 from halfstep.errors import CONFIGURATION, STORAGE, FolderTaken, WrongUse
 from halfstep.files import storing
 from halfstep.json_data import json_data
@@ -114,7 +114,11 @@ def run(
     elif formats or gpus or known_bad:
         _tables(formats, gpus, known_bad, report, json)
     else:
-        _device(examine(device, precision, strict=strict, fresh=fresh), report, json)
+        found = examine(device, precision, strict=strict, fresh=fresh)
+        show_result(found, found.page(), json, report)
+        # Scripts can check the exit code before they start a run.
+        if any(finding.severity == "error" for finding in found.findings):
+            raise typer.Exit(CONFIGURATION)
 
 
 def _object_store(address: str, report: Path | None, json: bool) -> None:
@@ -134,13 +138,6 @@ def _refuse_with_store(**given: Any) -> None:
             allowed="halfstep doctor ADDRESS with --json and --report",
             do=f"leave out {', '.join(wrong)}",
         )
-
-
-def _device(found: DeviceReport, report: Path | None, json: bool) -> None:
-    show_result(found, found.page(), json, report)
-    # Scripts can check the exit code before they start a run.
-    if any(finding.severity == "error" for finding in found.findings):
-        raise typer.Exit(CONFIGURATION)
 
 
 def _tables(formats: bool, gpus: bool, known_bad: bool, report: Path | None, json: bool) -> None:

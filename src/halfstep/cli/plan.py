@@ -74,7 +74,10 @@ def run(
     from halfstep.measure.plan.page import PlanCommand, next_blocks, plan_blocks
     from halfstep.page import Page
 
-    options = _options(seconds, device, grow_batch)
+    # As typed, for the commands that are printed.
+    options = [] if seconds == SECONDS else ["--seconds", f"{seconds:g}"]
+    options += ["--device", device] if device else []
+    options += ["--grow-batch"] * grow_batch
     command = PlanCommand(given.text, given.settings, tuple(options), str(file) if file else None)
     if not json:
         show_page(Page(found.name, tuple(plan_blocks(found))))
@@ -112,13 +115,6 @@ def _asked_recipe(json: bool) -> str:
         allowed="a name from `halfstep recipes`, a path, or module:callable of your code",
         do=f"halfstep plan {FIRST}",
     )
-
-
-def _options(seconds: float, device: str | None, grow_batch: bool) -> list[str]:
-    """Return the options as typed, for the commands that are printed."""
-    found = [] if seconds == SECONDS else ["--seconds", f"{seconds:g}"]
-    found += ["--device", device] if device else []
-    return [*found, *(["--grow-batch"] * grow_batch)]
 
 
 def _fitted(given: Subject, found: Plan) -> Plan:

@@ -136,9 +136,5 @@ def _launched(resolved: Resolved, stopping: Stopping, options: dict[str, Any]) -
         # glibc returns large blocks to the system, and the next step would fault every page in again; must precede the
         # first large allocation.
         keep_freed_memory()
-    return launch(resolved, command=_command(), on_hang=end_hung, **options)
-
-
-def _command() -> str:
-    """Return the typed command, for typing it again."""
-    return shlex.join(["halfstep", *sys.argv[1:]])
+    command = shlex.join(["halfstep", *sys.argv[1:]])  # as typed, for typing it again
+    return launch(resolved, command=command, on_hang=end_hung, **options)

@@ -110,7 +110,12 @@ class Fingerprint:
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for a checkpoint."""
-        return {"version": _VERSION, "parts": [_as_json(part) for part in self.parts]}
+        parts = []
+        for part in self.parts:
+            rows = None if part.rows is None else [_text(row) for row in part.rows]
+            plain = {"rows": rows, "groups": part.groups and list(part.groups)}
+            parts.append(asdict(replace(part, rows=None)) | plain)
+        return {"version": _VERSION, "parts": parts}
 
     @classmethod
     def from_dict(cls, saved: object) -> Fingerprint:
@@ -203,7 +208,10 @@ def _part_of(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePri
 def _rows(found: list[tuple[str, str]], contents: dict[tuple[str, bool], str]) -> tuple[list[FilePrint], bool]:
     sizes = [_size(path) for _, path in found]
     whole = sum(size or 0 for size in sizes) <= MOST_WHOLE_BYTES
-    read = {key for key, _ in found} if whole else _chosen(key for key, _ in found)
+    read = {key for key, _ in found}
+    if not whole:
+        # By the hash of their names: evenly spaced files would all change with one added file.
+        read = set(heapq.nsmallest(SAMPLED_FILES, read, key=lambda key: (_digest([key]), key)))
     rows = []
     for (key, path), size in zip(found, sizes, strict=True):
         if size is None:
@@ -215,11 +223,6 @@ def _rows(found: list[tuple[str, str]], contents: dict[tuple[str, bool], str]) -
                 contents[path, whole] = _content(path, block_starts(size, whole))
             rows.append(FilePrint(key, size, contents[path, whole]))
     return rows, whole
-
-
-def _chosen(keys: Iterable[str]) -> set[str]:
-    """Return files chosen by the hash of their names: evenly spaced ones would all change with one added file."""
-    return set(heapq.nsmallest(SAMPLED_FILES, set(keys), key=lambda key: (_digest([key]), key)))
 
 
 def _size(path: str) -> int | None:
@@ -269,11 +272,6 @@ def _digest(texts: Iterable[str]) -> str:
 
 def _text(row: FilePrint) -> str:
     return f"{row.content} {row.size} {row.key}"
-
-
-def _as_json(part: SourcePrint) -> dict[str, object]:
-    rows = None if part.rows is None else [_text(row) for row in part.rows]
-    return asdict(replace(part, rows=None)) | {"rows": rows, "groups": part.groups and list(part.groups)}
 
 
 # -- changes ----------------------------------------------------------------------------------------------------------

@@ -144,7 +144,8 @@ def opened(file: str | Path | bytes, name: str = "") -> Iterator[Image.Image]:
         raise
     except Exception as error:
         # Decoders raise anything on damaged input: struct.error, IndexError, SyntaxError, ...
-        raise BadSample(name, f"cannot be decoded: {_short(error)}") from error
+        words = " ".join(str(error).split())[:200] or type(error).__name__
+        raise BadSample(name, f"cannot be decoded: {words}") from error
 
 
 _SCAN, _END = 0xDA, 0xD9
@@ -193,11 +194,6 @@ def _has_more_scans(content: bytes) -> bool:
 
 class Unreadable(Exception):
     """A file that cannot be read, with the reason."""
-
-
-def _short(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return words[:200] or type(error).__name__
 
 
 @contextmanager

@@ -300,12 +300,8 @@ def _checked(pixels: Tensor, channels: int, given: Any) -> Tensor:
             allowed="uint8, uint16, or floating numbers, from 0 to 1 for photographs",
             do="convert it to uint8",
         )
-    _doubt(pixels)
-    return pixels
-
-
-def _doubt(pixels: Tensor) -> None:
-    """Warn of values far above 1: no error, since float files may hold anything, but usually a missing division."""
+    # No error, since float files may hold anything, but usually a division is missing.
     if pixels.is_floating_point() and float(pixels.max()) > FAR_ABOVE_1:
         text = f"floating numbers up to {float(pixels.max()):g} are used unchanged; a photograph has 0 to 1"
-        warnings.warn(f"{text}: divide it by 255, or give uint8", UserWarning, stacklevel=5)
+        warnings.warn(f"{text}: divide it by 255, or give uint8", UserWarning, stacklevel=4)
+    return pixels

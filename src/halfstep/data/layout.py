@@ -194,19 +194,17 @@ def find_layout(root: str | Path, task: str | None = None, masks: str | Path | N
         return Layout(
             SEGMENTATION, folder, {name: SplitFolder(p / "images", p / "masks") for name, p in places.items()}
         )
-    if task != SEGMENTATION and not _looks_like_pairs(folder):
-        found = {name: SplitFolder(place) for name, place in places.items() if _has_classes(place)}
+    looks_like_pairs = _named(folder, _IMAGES) is not None and _named(folder, _MASKS) is not None
+    if task != SEGMENTATION and not looks_like_pairs:
+        # Classes are folders of images.
+        found = {
+            name: SplitFolder(place)
+            for name, place in places.items()
+            if any(_holds_images(place / one) for one in _folders(place))
+        }
         if TRAIN in found or ALL in found:
             return Layout(CLASSIFICATION, folder, found)
     raise _unrecognized(folder, task)
-
-
-def _looks_like_pairs(folder: Path) -> bool:
-    return _named(folder, _IMAGES) is not None and _named(folder, _MASKS) is not None
-
-
-def _has_classes(folder: Path) -> bool:
-    return any(_holds_images(folder / name) for name in _folders(folder))
 
 
 def _unrecognized(folder: Path, task: str | None) -> BadData:

@@ -223,7 +223,10 @@ def _read(
 def _by_workers(
     samples: Samples | ValSamples, given: SentKeys, collate_fn: SeededCollate, how: LoaderOptions
 ) -> Iterator[Read]:
-    worker = _started(how.workers) if how.workers else None
+    try:
+        worker = Worker(how.workers) if how.workers else None
+    except OSError as error:  # its numbers are in shared memory
+        raise for_workers(error) or error from error
     loader: Any = DataLoader(
         samples,
         batch_sampler=given,  # type: ignore[arg-type]
@@ -247,13 +250,6 @@ def _by_workers(
         deadline.look()
 
     yield from _while_workers_live(from_workers(loader, given, worker, wait))
-
-
-def _started(workers: int) -> Worker:
-    try:
-        return Worker(workers)
-    except OSError as error:  # its numbers are in shared memory
-        raise for_workers(error) or error from error
 
 
 def _while_workers_live(batches: Iterator[Read]) -> Iterator[Read]:

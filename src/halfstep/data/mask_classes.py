@@ -105,18 +105,16 @@ def read_masks_as(masks: Sequence[MaskCounts], classes: int | None = None) -> Ma
     usual = forms.most_common(1)[0][0] if forms else "black and white"
     alike = [mask for mask in masks if mask.form == usual]
     if usual == "black and white":
-        return _black_and_white(masks) if (classes or 2) == 2 else _numbered(classes)
+        if (classes or 2) != 2:
+            return _numbered(classes)
+        ones = sum(not mask.in_color and 1 in mask.pixels and set(mask.pixels) <= {0, 1} for mask in masks)
+        white = f"255 (in {ones} masks 1)" if ones else "255"
+        return MaskReading(2, f"0 is the background, {white} the foreground")
     if usual == "numbers":
         return _from_numbers(alike, classes)
     if usual == "colours":
         return _from_colors(masks)
     return MaskReading(classes or 2, "shades between classes, which belong to none")
-
-
-def _black_and_white(masks: Sequence[MaskCounts]) -> MaskReading:
-    ones = sum(not mask.in_color and 1 in mask.pixels and set(mask.pixels) <= {0, 1} for mask in masks)
-    white = f"255 (in {ones} masks 1)" if ones else "255"
-    return MaskReading(2, f"0 is the background, {white} the foreground")
 
 
 def _from_numbers(masks: Sequence[MaskCounts], classes: int | None) -> MaskReading:

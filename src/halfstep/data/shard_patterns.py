@@ -17,18 +17,14 @@ def is_pattern(path: str) -> bool:
     return _RANGE.search(path) is not None
 
 
-def _count(ranges: list[tuple[str, str]]) -> float:
-    """Return the number of shards; infinity where a number is absurdly long, and 0 if a range is empty."""
-    if max(len(number) for both in ranges for number in both) > 18:
-        return math.inf
-    return math.prod(max(0, int(last) - int(first) + 1) for first, last in ranges)
-
-
 def expanded(pattern: str) -> list[str]:
     """Return the paths that a pattern stands for; raise BadData for none or too many."""
     parts = _RANGE.split(pattern)
     between, ranges = parts[::3], list(zip(parts[1::3], parts[2::3], strict=True))
-    if not 1 <= _count(ranges) <= MOST_SHARDS:
+    # 0 if a range is empty; infinity, without parsing, where a number is absurdly long.
+    is_absurd = max(len(number) for both in ranges for number in both) > 18
+    count = math.inf if is_absurd else math.prod(max(0, int(last) - int(first) + 1) for first, last in ranges)
+    if not 1 <= count <= MOST_SHARDS:
         raise BadData(
             f"the pattern {pattern} counts {', '.join(f'from {first} to {last}' for first, last in ranges)}",
             allowed=f"upwards, at most {MOST_SHARDS:,} shards in all",

@@ -146,7 +146,9 @@ class StoreShards(Shards):
     def _chunks_of(self, rows: dict[int, SampleRow]) -> list[Chunk]:
         by_shard: dict[int, dict[int, list[Part]]] = {}
         for number, row in rows.items():
-            by_shard.setdefault(row.shard, {})[number] = _parts(row)
+            # Also the parts that are not used: the digest stands for all.
+            every = [(row.image, row.image_size), (row.label_at, LONGEST_LABEL + 1), (row.mask, row.mask_size)]
+            by_shard.setdefault(row.shard, {})[number] = [(at, size) for at, size in every if at >= 0]
         found = []
         for shard, parts in by_shard.items():
             small = (one for ones in parts.values() for one in ones if one[1] <= MOST_BYTES)
@@ -227,12 +229,6 @@ class StoreShards(Shards):
     def where(self, shard: int) -> str:
         """Return the address of a shard."""
         return f"{self.address}/{self.index.names[shard]}"
-
-
-def _parts(row: SampleRow) -> list[Part]:
-    """Return where the parts of a sample are, those that are not used included: the digest stands for all."""
-    parts = [(row.image, row.image_size), (row.label_at, LONGEST_LABEL + 1), (row.mask, row.mask_size)]
-    return [(at, size) for at, size in parts if at >= 0]
 
 
 def _is_in(part: Part, start: int, size: int) -> bool:

@@ -143,7 +143,10 @@ class TokenArray:
 
     def documents(self) -> Tokens:
         """Return the end of each document in the split, its end token included."""
-        return _table(self.folder / f"{self.split}.documents.bin", self.facts.documents)
+        path, expected = self.folder / f"{self.split}.documents.bin", self.facts.documents * 8
+        if not path.is_file() or path.stat().st_size != expected:
+            raise _other_shard(path, f"missing, or not of {expected:,} bytes")
+        return np.fromfile(path, dtype="<i8")
 
     def names(self) -> list[str]:
         """Return the names of the documents."""
@@ -193,13 +196,6 @@ def _other_shard(path: Path, why: str) -> BadData:
     return BadData(
         f"{path}: {why}", allowed="the shards that the index names, complete", do="copy the folder again, all of it"
     )
-
-
-def _table(path: Path, count: int) -> Tokens:
-    expected = count * 8
-    if not path.is_file() or path.stat().st_size != expected:
-        raise _other_shard(path, f"missing, or not of {expected:,} bytes")
-    return np.fromfile(path, dtype="<i8")
 
 
 def sha256_of(path: Path) -> str:

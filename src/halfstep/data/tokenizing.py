@@ -335,7 +335,8 @@ def write_tokens(
     on_progress: OnProgress = lambda done, of: None,
 ) -> TokensReport:
     """Write the tokens of all documents to a new folder, complete or not at all, and return the report."""
-    _refuse_taken(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FolderTaken(f"{out} is there already", allowed="a new folder", do="give --out FOLDER, another name")
     asked = TRAIN.fullmatch(tokenizer)
     if asked and int(asked[1]) < SMALLEST:
         raise WrongUse(
@@ -402,11 +403,6 @@ def _with_text(documents: Sequence[Document]) -> tuple[list[Document], list[Left
         for name in json_text[:1]
     ]
     return found, left_out, notes
-
-
-def _refuse_taken(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FolderTaken(f"{out} is there already", allowed="a new folder", do="give --out FOLDER, another name")
 
 
 def _refuse_empty(index: TokenIndex, left_out: Sequence[LeftOut], out: Path) -> None:

@@ -159,16 +159,12 @@ def _next(iterator: Any, wait: Callable[[], None]) -> Any:
             wait()
         except (OSError, EOFError) as error:
             # A batch lies in memory whose descriptor is fetched from its worker, also from one that died since.
-            if (dead := _died(iterator._workers)) is None:
+            pids = {process.sentinel: process.pid for process in iterator._workers}
+            ended = multiprocessing.connection.wait(list(pids), PATIENCE)
+            if not ended:
                 raise
+            dead = pids[ended[0]]
             raise RuntimeError(f"DataLoader worker (pid {dead}) died before its batch was taken over") from error
-
-
-def _died(workers: list[Any]) -> int | None:
-    """Return the process id of a worker that has ended, or does so within `PATIENCE`; None if none has."""
-    sentinels = {process.sentinel: process.pid for process in workers}
-    ended = multiprocessing.connection.wait(list(sentinels), PATIENCE)
-    return sentinels[ended[0]] if ended else None  # type: ignore[index]
 
 
 class TooSlow(Exception):

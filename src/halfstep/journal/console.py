@@ -125,7 +125,9 @@ def live_area(latest: Latest, clocks: Clocks, width: int, encoding: str) -> list
     # If the terminal cannot encode the bar's character, all bars and separators are drawn in ASCII.
     plain = words.fitted(_FULL, encoding) != _FULL
     mark = words.fitted(words.mark(start, latest.observed_share if width >= _WIDE else None), encoding)
-    rows = [_epoch_row(latest, clocks), _run_row(latest, clocks)]
+    about = "~" if clocks.is_rough else ""
+    run_row = _row("Run", step["attempt"], start["steps"], clocks.run, clocks.left, about)
+    rows = [_epoch_row(latest, clocks), run_row]
     label = max(cell_len(row[0]) for row in rows)
     right = max(cell_len(row[3]) for row in rows)
     room = width - 2 * _MARGIN - label - right - cell_len(mark) - 6
@@ -148,17 +150,10 @@ def _epoch_row(latest: Latest, clocks: Clocks) -> tuple[str, int, int, str]:
     return _row(f"{name} [Train]", step["step_in_epoch"], words.steps_of_epoch(latest), clocks.epoch, clocks.in_epoch)
 
 
-def _run_row(latest: Latest, clocks: Clocks) -> tuple[str, int, int, str]:
-    about = "~" if clocks.is_rough else ""
-    return _row("Run", latest.step["attempt"], latest.start["steps"], clocks.run, clocks.left, about)
-
-
 def _row(name: str, done: int, total: int, spent: float, left: float, about: str = "") -> tuple[str, int, int, str]:
-    return name, done, total, f"{_place(done, total)}  {numbers.clock(spent)}<{about}{numbers.clock(left)}"
-
-
-def _place(done: int, total: int) -> str:
-    return f"{numbers.count(done).rjust(len(numbers.count(total)))}/{numbers.count(total)}"
+    whole = numbers.count(total)
+    place = f"{numbers.count(done).rjust(len(whole))}/{whole}"
+    return name, done, total, f"{place}  {numbers.clock(spent)}<{about}{numbers.clock(left)}"
 
 
 def _bar(done: int, total: int, width: int, plain: bool) -> Text:

@@ -125,7 +125,10 @@ class Prometheus:
         if not self._writing.acquire(timeout=LAST_WRITE):
             return
         try:
-            text = "".join(_lines({**self._told, **self._live()}, _labels(self._latest.start)))
+            # Labels of every sample, for a collector that reads several runs.
+            start = self._latest.start
+            labels = {"run": str(start.get("dir", "")), "job": str(start.get("job") or "")}
+            text = "".join(_lines({**self._told, **self._live()}, labels))
             # Renamed: a collector that reads in between must not see half a file.
             with renaming(self._path) as draft:
                 draft.write_text(text, encoding="utf-8")
@@ -238,11 +241,6 @@ def _metrics(latest: Latest, saved_at: float) -> dict[str, list[Sample]]:
         known = saved_at if math.isfinite(saved_at) else None
         found["halfstep_last_save_timestamp_seconds"] = [Sample(known, {})]
     return found
-
-
-def _labels(start: Event) -> dict[str, str]:
-    """Return the labels of every sample: they tell runs apart that one collector reads."""
-    return {"run": str(start.get("dir", "")), "job": str(start.get("job") or "")}
 
 
 def _lines(metrics: Mapping[str, list[Sample]], shared: Mapping[str, str]) -> Iterator[str]:

@@ -208,7 +208,11 @@ class _Reading:
     def _wait(self, kind: str, event: Event, size: int) -> None:
         """Keep an event until the attempt that it belongs to is read."""
         if kind in (GUARD, NOTE):
-            event, size = _shortened(event, size), min(size, LARGEST_FACTS if "facts" in event else LONGEST_TEXT)
+            kept = {key: event.get(key) for key in ("event", "time", "utc", "kind", "level")}
+            text = str(event.get("text", ""))[:LONGEST_TEXT]
+            facts = event.get("facts") if size <= LARGEST_FACTS else None
+            size = min(size, LARGEST_FACTS if "facts" in event else LONGEST_TEXT)
+            event = kept | {"text": text, "facts": facts if isinstance(facts, dict) else {}}
         elif kind == BAD_SAMPLE:
             kept = {key: event.get(key) for key in ("event", "name", "reason", "replacement")}
             event = {key: value[:LONGEST_TEXT] if isinstance(value, str) else value for key, value in kept.items()}
@@ -342,10 +346,3 @@ def _numbers(event: Event, groups: tuple[str, ...]) -> Iterator[tuple[str, float
         for key, value in inner.items() if isinstance(inner, dict) else ():
             if value is not None and not isinstance(value, bool | dict | list):
                 yield f"{group}.{key}"[:LONGEST_NAME], number(value)
-
-
-def _shortened(event: Event, size: int) -> dict[str, Any]:
-    """Return an event of the guard or a note with text and facts of bounded size."""
-    kept = {key: event.get(key) for key in ("event", "time", "utc", "kind", "level")}
-    facts = event.get("facts") if size <= LARGEST_FACTS else None
-    return kept | {"text": str(event.get("text", ""))[:LONGEST_TEXT], "facts": facts if isinstance(facts, dict) else {}}

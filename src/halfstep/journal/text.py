@@ -117,11 +117,14 @@ def header(start: Event) -> list[tuple[str, str]]:
         else f", {numbers.abbreviated(parameters['trainable'])} trained"
     )
     place = f" ({device['place']})" if device["place"] else ""
+    length = f"{numbers.several(start['steps'], 'step')} (an epoch has {numbers.count(start['steps_per_epoch'])})"
+    if start["epochs"]:
+        length = f"{numbers.several(start['epochs'], 'epoch')}, {length}"
     rows = [
         ("device", f"{device['name']}{place}"),
         ("batch", batch(start)),
         ("samples", _samples(start)),
-        ("length", _length(start)),
+        ("length", length),
         ("parameters", f"{numbers.abbreviated(parameters['total'])}{trained}"),
         ("run folder", f"{start['dir']} (every setting is in its recipe.yaml)"),
         ("versions", " · ".join(f"{name} {number}" for name, number in versions.items())),
@@ -261,11 +264,6 @@ def _samples(start: Event) -> str:
     )
     val = f"{numbers.count(samples['val'])} val" if samples.get("val") else "no val"
     return f"{numbers.count(samples['train'])} train{again} · {val}"
-
-
-def _length(start: Event) -> str:
-    steps = f"{numbers.several(start['steps'], 'step')} (an epoch has {numbers.count(start['steps_per_epoch'])})"
-    return f"{numbers.several(start['epochs'], 'epoch')}, {steps}" if start["epochs"] else steps
 
 
 def _cells(row: tuple[str, Any, Any], width: int, has_train: bool, has_val: bool) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -82,7 +82,10 @@ def eligible_layers(
 
 
 def _not_converted(module: nn.Module, weight: Tensor, kind: str, *, tied: bool) -> str:
-    if _base(type(module)) is not nn.Linear and not hasattr(module, MARK):
+    # FSDP2 makes another class of each module that is sharded by itself.
+    first, *others = type(module).__bases__
+    before = others[0] if others and first.__name__ == "FSDPModule" else type(module)
+    if before is not nn.Linear and not hasattr(module, MARK):
         return f"{type(module).__name__} is not a plain Linear"
     if not kind:
         return "the policy leaves it out"
@@ -104,19 +107,19 @@ def count_rows(model: nn.Module) -> Iterator[dict[str, int]]:
 
         return ended
 
-    multiplying = [(path, m) for path, m in model.named_modules() if list(_weights(m))]
+    # Of an embedding rows are looked up, and nothing is multiplied.
+    multiplying = [
+        (path, module)
+        for path, module in model.named_modules()
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and any(p is not None and p.ndim > 1 for p in module._parameters.values())
+    ]
     hooks = [module.register_forward_hook(counts(path)) for path, module in multiplying]
     try:
         yield rows
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _weights(module: nn.Module) -> Iterable[Tensor]:
-    # Of an embedding rows are looked up, and nothing is multiplied.
-    embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    return () if embeds else (p for p in module._parameters.values() if p is not None and p.ndim > 1)
 
 
 # -- conversion -------------------------------------------------------------------------------------------------------
@@ -140,12 +143,6 @@ def convert_layers(model: nn.Module, kinds: Mapping[str, str]) -> None:
         layer.__class__ = converted if own is nn.Linear else _sharded(own, converted)  # type: ignore[arg-type]  # a class can be hashed
         vars(layer).update(attributes)
         setattr(layer, MARK, LayerConversion(kind, tuple(attributes), own, layer.weight.device))
-
-
-def _base(own: type) -> type:
-    """Return the class of a module before FSDP2 made its own of it, as it does of each that is sharded by itself."""
-    first, *others = own.__bases__
-    return others[0] if others and first.__name__ == "FSDPModule" else own
 
 
 @cache

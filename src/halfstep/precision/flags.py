@@ -273,7 +273,10 @@ class _CompiledBackward(_SharedSwitch):
         # `disable` leaves a backend of None there.
         if not self._compiles:
             dynamo = sys.modules.get("torch._dynamo.eval_frame")
-            self._compiles = any(map(callable, getattr(dynamo, "cached_backends", {}).values())) and _has_switch()
+            if any(map(callable, getattr(dynamo, "cached_backends", {}).values())):
+                import torch._functorch.config as config
+
+                self._compiles = hasattr(config, "backward_pass_autocast")  # not public: another torch may lack it
         if not self._compiles:
             return _UNCHANGED
         before = self.read()
@@ -289,13 +292,6 @@ class _CompiledBackward(_SharedSwitch):
         import torch._functorch.config as config
 
         config.backward_pass_autocast = value
-
-
-def _has_switch() -> bool:
-    """Return whether this torch has the switch; it is not public."""
-    import torch._functorch.config as config
-
-    return hasattr(config, "backward_pass_autocast")
 
 
 _mkldnn, _compiled_backward = _Mkldnn(), _CompiledBackward()

@@ -233,14 +233,10 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 def _island_class(original: type[nn.Module]) -> type[nn.Module]:
     if original not in _CLASSES:
-        _CLASSES[original] = _make_island_class(original)
+        entries = {name: _entry(method) for name, method in _public_methods(original)}
+        facts = {"__module__": original.__module__, "__doc__": original.__doc__, "_halfstep_original": original}
+        _CLASSES[original] = type(f"Island{original.__name__}", (Island, original), {**facts, **entries})
     return _CLASSES[original]
-
-
-def _make_island_class(original: type[nn.Module]) -> type[nn.Module]:
-    entries = {name: _entry(method) for name, method in _public_methods(original)}
-    body = {"__module__": original.__module__, "__doc__": original.__doc__, "_halfstep_original": original, **entries}
-    return type(f"Island{original.__name__}", (Island, original), body)
 
 
 def _public_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -98,7 +98,9 @@ def read_precision(value: object) -> Named:
         )
     word = _word_of(value)
     if word in _REFUSALS:
-        raise _refusal(value, *_REFUSALS[word])
+        sentences, use = _REFUSALS[word]
+        given, allowed, do = (sentence.format(given=repr(value), use=use) for sentence in sentences)
+        raise PrecisionRefused(given, allowed=allowed, do=do)
     if word in (AUTO, AMP, *precision_names(), *FP8_KINDS):
         return Named(word)
     if word in _ALIASES:
@@ -176,11 +178,6 @@ def precision_names() -> list[str]:
     """Return the names of the precisions that a recipe can have; `precision.PRECISIONS` defines them, and fp64."""
     # Listed here rather than read from PRECISIONS, so that `halfstep --help` does not import torch.
     return ["bf16", "fp16", "fp32", "tf32"]
-
-
-def _refusal(value: object, sentences: tuple[str, str, str], use: str) -> PrecisionRefused:
-    given, allowed, do = (sentence.format(given=repr(value), use=use) for sentence in sentences)
-    return PrecisionRefused(given, allowed=allowed, do=do)
 
 
 @dataclass(frozen=True)

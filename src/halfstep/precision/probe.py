@@ -96,7 +96,10 @@ def _measure(here: Device) -> Measurements:
     failures: dict[str, str] = {}
     if _candidates(here):
         where = torch.device(here.place)
-        with _undisturbed(where):
+        # Shielded from the caller's no_grad, inference_mode and autocast. autocast clears its cache of casts only when
+        # the outermost context ends; the next format would reuse cached casts.
+        plain = torch.autocast(where.type, enabled=False, cache_enabled=False)
+        with torch.inference_mode(False), torch.enable_grad(), plain, _one_thread():
             for operation in OPERATIONS:
                 for name, speedup in _times(operation, here, where, failures).items():
                     speedups[name][operation] = speedup
@@ -197,15 +200,6 @@ def _first(call: Callable[[], list[Tensor]], name: str, operation: str, failures
     except RuntimeError as error:
         failures[name] = f"{operation} failed: {str(error).strip().splitlines()[0]}"
         return None
-
-
-@contextmanager
-def _undisturbed(where: torch.device) -> Iterator[None]:
-    """Shield the measurement from the caller's context: no_grad, inference_mode, another autocast."""
-    # autocast clears its cache of casts only when the outermost context ends; the next format would reuse cached casts.
-    plain = torch.autocast(where.type, enabled=False, cache_enabled=False)
-    with torch.inference_mode(False), torch.enable_grad(), plain, _one_thread():
-        yield
 
 
 @contextmanager

@@ -55,7 +55,9 @@ def evaluate(
     """
     folder = Path(os.path.expanduser(run))
     table, image = (None if file is None else Path(os.path.expanduser(file)) for file in (csv, picture))
-    tables = () if table is None else _table_files(table)
+    tables: tuple[Path, ...] = ()
+    if table is not None:
+        tables = (table, *(table.with_name(f"{table.stem}_{kind}{table.suffix}") for kind in ("classes", "confusion")))
     # Before the evaluation, which may take minutes.
     _check_files(tables, image, overwrite)
     from halfstep.train.run_folder import recipe_in
@@ -74,11 +76,6 @@ def evaluate(
     if not tables and image is None:
         return found.report
     return replace(found.report, written=_write_files(found, finished, tables, image, samples))
-
-
-def _table_files(table: Path) -> tuple[Path, ...]:
-    """Return the CSV files of samples, classes and the confusion matrix."""
-    return (table, *(table.with_name(f"{table.stem}_{kind}{table.suffix}") for kind in ("classes", "confusion")))
 
 
 def _check_files(tables: Sequence[Path], picture: Path | None, overwrite: bool) -> None:

@@ -103,7 +103,12 @@ def exported(folder: Path, which: str | None, average: bool | None, own: type[Ta
     chosen, averaged = chosen_weights(folder, task, which, average)
     if chosen == CHECKPOINT:
         return _from_checkpoint(folder, task, averaged)
-    return _from_file(folder, task, file_of(chosen, averaged), averaged)
+    file = file_of(chosen, averaged)
+    model = model_with(task, folder / file)  # raises for non-finite weights
+    step, epoch, value = _when_saved(folder, file, task.metric)
+    # A run with an EMA evaluates the average, so its metric does not belong to the plain weights.
+    evaluated = averaged or task.recipe.train.ema is None
+    return Exported(task, model.eval(), file, averaged, step, epoch, value if evaluated else None)
 
 
 def file_of(chosen: str, averaged: bool) -> str:
@@ -130,14 +135,6 @@ def chosen_weights(folder: Path, task: Task, which: str | None, average: bool | 
             do=f"write {both}, or leave {plain} out",
         )
     return chosen, averaged
-
-
-def _from_file(folder: Path, task: Task, file: str, averaged: bool) -> Exported:
-    model = model_with(task, folder / file)  # raises for non-finite weights
-    step, epoch, value = _when_saved(folder, file, task.metric)
-    # A run with an EMA evaluates the average, so its metric does not belong to the plain weights.
-    evaluated = averaged or task.recipe.train.ema is None
-    return Exported(task, model.eval(), file, averaged, step, epoch, value if evaluated else None)
 
 
 def _when_saved(folder: Path, file: str, metric: str) -> tuple[int | None, int | None, float | None]:
@@ -272,13 +269,10 @@ def _cut(image: Tensor, signature: Signature, side: int = SIDE) -> Tensor:
     if not signature.variable_size:
         return image
     multiple = signature.preprocessing.multiple
-    high, wide = (_down(min(length, side), multiple) for length in image.shape[-2:])
+    lengths = (min(length, side) for length in image.shape[-2:])
+    high, wide = (max(length - length % multiple, multiple) for length in lengths)
     short = (0, max(0, wide - image.shape[-1]), 0, max(0, high - image.shape[-2]))
     return torch.nn.functional.pad(image, short, mode="replicate")[..., :high, :wide].contiguous()
-
-
-def _down(length: int, multiple: int) -> int:
-    return max(length - length % multiple, multiple)
 
 
 @torch.no_grad()

@@ -172,8 +172,12 @@ def elsewhere(finished: Finished, place: Path) -> Finished:
             do=_evaluate_call(finished),
         )
     _check(place, finished)
+    name = str(data.name)
+    if data.name == DRAWN:
+        # Generated data has no folder: the kind that this one looks like.
+        name = "shards" if any(place.glob("*.tar")) else str(type(data).model_fields["name"].default)
     # Absolute: a relative name would be looked up below the data folder first.
-    changes: dict[str, object] = {"name": _kind(data, place), "path": str(place), "val": str(place.resolve())}
+    changes: dict[str, object] = {"name": name, "path": str(place), "val": str(place.resolve())}
     # data.masks belongs to the training images.
     changes |= {"masks": None} if "masks" in fields else {}
     recipe = finished.recipe.model_copy(update={"data": data.model_copy(update=changes)})
@@ -192,13 +196,6 @@ def _evaluate_call(finished: Finished, data: str | Path | None = None) -> str:
     if data is None:
         return advice(f"halfstep evaluate {run}", f'halfstep.evaluate("{run}")')
     return advice(f"halfstep evaluate {run} {data}", f'halfstep.evaluate("{run}", "{data}")')
-
-
-def _kind(data: Any, place: Path) -> str:
-    """Return the kind of the training data; for generated data, the kind the folder looks like."""
-    if data.name != DRAWN:
-        return str(data.name)
-    return "shards" if any(place.glob("*.tar")) else str(type(data).model_fields["name"].default)
 
 
 def _check(place: Path, finished: Finished) -> None:

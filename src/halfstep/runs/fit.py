@@ -88,9 +88,13 @@ def fit(
     """
     accepted = accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
     found = recipe_of(recipe) if isinstance(recipe, Mapping) else read_recipe(str(recipe))
-    resolved = resolved_recipe(
-        found, _with_precision(settings, precision), schema=None if task is None else _class(task).schema
-    )
+    if precision is not None:
+        settings = (
+            {**settings, "precision": precision}
+            if isinstance(settings, Mapping)
+            else [*settings, f"precision={precision}"]
+        )
+    resolved = resolved_recipe(found, settings, schema=None if task is None else _class(task).schema)
     try:
         return launch(resolved, task=task, new=new, quiet=quiet, command=fit_command(recipe), accepted=accepted)
     except HalfstepError as error:
@@ -439,14 +443,6 @@ def _clear(folder: Path) -> None:
 
 def _class(task: Task | type[Task]) -> type[Task]:
     return task if isinstance(task, type) else type(task)
-
-
-def _with_precision(settings: Settings, precision: str | None) -> Settings:
-    if precision is None:
-        return settings
-    if isinstance(settings, Mapping):
-        return {**settings, "precision": precision}
-    return [*settings, f"precision={precision}"]
 
 
 def _ready(task: Task | type[Task] | None, kind: type[Task], recipe: Any) -> Task:

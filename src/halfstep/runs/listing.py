@@ -109,15 +109,16 @@ def _row(run: Path, written_at: float) -> RunRow:
     result, last = _fields(read_json(run / RESULT)), _last_events(run / JOURNAL)
     state = state_of(run, last.get(END, {}))
     start, step = last.get(START, {}), last.get(STEP, {})
-    metric, value = _best(result or last.get(EPOCH, {}), start)
+    best = _fields((result or last.get(EPOCH, {})).get("best"))
+    value = number(best.get("value"))
     seconds = max((number(event.get("time")) for event in last.values()), default=0.0)
     return RunRow(
         name=run.name or str(run),
         state=state.word,
         why=state.why,
         precision=_word(result.get("precision")) or _word(_fields(start.get("precision")).get("chosen")),
-        metric=metric,
-        value=value,
+        metric=_word(best.get("metric")) or _word(_fields(start.get("metric")).get("name")),
+        value=value if abs(value) < float("inf") else None,
         steps=_count(step.get("attempt")),
         planned=_count(start.get("steps")),
         skips=_skips(step, result),
@@ -180,14 +181,6 @@ def _first_start(path: Path) -> dict[str, Event]:
     with parts_of(path)[0].path.open("rb") as file:
         event = read_event(file.readline(LARGEST_JSON))
     return {START: event} if event is not None and event["event"] == START else {}
-
-
-def _best(told: Mapping[str, object], start: Event) -> tuple[str | None, float | None]:
-    """Return the metric that decides and its best value, from a result or an epoch."""
-    best = _fields(told.get("best"))
-    name = _word(best.get("metric")) or _word(_fields(start.get("metric")).get("name"))
-    value = number(best.get("value"))
-    return name, value if abs(value) < float("inf") else None
 
 
 def _skips(step: Event, result: Mapping[str, object]) -> int | None:

@@ -79,8 +79,9 @@ def check_code(task: Task, model: nn.Module, signature: Signature, code: Code) -
     shares = [_agreement(signature, *pair) for pair in zip(expected, answers, strict=True)]
     agreement = float(np.mean(shares))
     if not agreement >= LEAST_AGREEMENT:
+        things = "the images" if signature.answer == "class" else "the pixels"
         raise WrongUse(
-            f"the printed code gives the class of `halfstep predict` in {agreement:.2%} of {_things(signature)} alone",
+            f"the printed code gives the class of `halfstep predict` in {agreement:.2%} of {things} alone",
             allowed=f"{LEAST_AGREEMENT:.1%} or more, on {len(files)} {source}",
             do="use halfstep.load(RUN).predict(image), which reads images as training does",
         )
@@ -123,10 +124,6 @@ def _agreement(signature: Signature, prediction: Prediction, answer: Array) -> f
     if len(signature.classes) == 2 and mask.max() == 255:  # 0 and 255, for image viewers
         mask = mask // 255
     return float((mask == answer).mean()) if mask.shape == answer.shape else 0.0
-
-
-def _things(signature: Signature) -> str:
-    return "the images" if signature.answer == "class" else "the pixels"
 
 
 def image_files_of(task: Task, signature: Signature, folder: Path) -> tuple[list[Path], str]:

@@ -288,7 +288,10 @@ def _rerun_all(replayed: Replayed, findings: _Findings, on_progress: OnProgress)
     if verdict is not None:
         findings.verdict = verdict
         findings.same_culprit = place_of(verdict.culprit) == place_of(recorded.verdict.culprit)
-        _try_island(replayed, attempt, verdict, rounds)
+        path = next((remedy.target for remedy in verdict.remedies if remedy.kind == "island"), None)
+        if path is not None:
+            way = f"{precision.name}, {path or 'the model'} in fp32"
+            rounds.note(way, _tried(replayed, attempt, precision, (path,)), precision, path)
     on_progress(ROUNDS, ROUNDS)
 
 
@@ -352,14 +355,6 @@ def _verdict(replayed: Replayed, attempt: StepInputs, first: TrialOutcome) -> Ve
     if first.finite:
         return None
     return judge(reason=LOSS_NOT_FINITE if first.loss != first.loss else GRADIENT_NOT_FINITE)
-
-
-def _try_island(replayed: Replayed, attempt: StepInputs, verdict: Verdict, rounds: _Rounds) -> None:
-    path = next((remedy.target for remedy in verdict.remedies if remedy.kind == "island"), None)
-    if path is not None:
-        precision = replayed.choice.precision
-        way = f"{precision.name}, {path or 'the model'} in fp32"
-        rounds.note(way, _tried(replayed, attempt, precision, (path,)), precision, path)
 
 
 def _remedy(

@@ -191,7 +191,9 @@ def refuse_early(resolved: Resolved, *, new: bool, accepted: Collection[str]) ->
     options.check(recipe)
     _check_data(recipe.data)
     if begins and recipe.checkpoint.remote is None and recipe.model.weights not in NO_FILE:
-        _check_weights(recipe.model.weights)
+        path = recipe.model.weights
+        if not os.path.isfile(os.path.expanduser(path)):
+            raise BadData(f"no weights at {path}", allowed=WEIGHTS, do="check the path in model.weights")
 
 
 def check_remote(address: str) -> None:
@@ -228,11 +230,6 @@ def _check_data(data: Any) -> None:
             allowed="an existing folder",
             do="give the folder with your data: --data_dir FOLDER",
         )
-
-
-def _check_weights(path: str) -> None:
-    if not os.path.isfile(os.path.expanduser(path)):
-        raise BadData(f"no weights at {path}", allowed=WEIGHTS, do="check the path in model.weights")
 
 
 def without_precision(recipe: str, words: Sequence[str]) -> list[str]:

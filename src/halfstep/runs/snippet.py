@@ -9,7 +9,7 @@ from typing import Any
 
 from halfstep.tasks.models.smp_models import PREFIX
 from halfstep.tasks.models.unet import UNet
-from halfstep.train.signature import MODES, Preprocessing, Signature
+from halfstep.train.signature import MODES, Signature
 from halfstep.train.task import Task
 
 PHOTO = "photo.jpg"
@@ -199,7 +199,8 @@ def _using(signature: Signature, photo: str) -> list[str]:
     parts = [
         _PAGES if taken.channels not in MODES else _OPENED.format(order=taken.order, planes=_PLANES[taken.channels]),
         _FLOATS,
-        *([_sized(taken)] if resizes else []),
+        *([_SHRUNK.format(max_side=taken.max_side)] if resizes and taken.resize is None else []),
+        *([_CUT.format(resize=taken.resize, crop=taken.crop)] if taken.resize is not None else []),
         _PREPARED.format(channels=taken.channels, mean=list(taken.mean), std=list(taken.std), sized=sized),
     ]
     if signature.answer == "mask":
@@ -211,12 +212,6 @@ def _using(signature: Signature, photo: str) -> list[str]:
     names = pprint.pformat(signature.classes, width=COLUMNS - len("classes = "), indent=4, compact=True)
     code = [line for part in parts for line in ("", part)]
     return [*code, "", f"classes = {names}", _answer(signature, photo).rstrip()]
-
-
-def _sized(taken: Preprocessing) -> str:
-    if taken.resize is None:
-        return _SHRUNK.format(max_side=taken.max_side)
-    return _CUT.format(resize=taken.resize, crop=taken.crop)
 
 
 def _answer(signature: Signature, photo: str) -> str:

@@ -194,11 +194,15 @@ class Ema:
     def state_dict(self) -> EmaState:
         """Return the state. It holds references, as torch's own: copy it if training continues."""
         self._catch_up()
+        own = ((f"{path}." if path else "", module) for path, module in self._model.named_modules())
+        non_persistent = {
+            as_written(path + name) for path, module in own for name in module._non_persistent_buffers_set
+        }
         return {
             "decay": self.decay,
             "averages": self.averages(),
             "buffers": dict(self._copies),
-            "non_persistent_buffers": sorted(set(self._copies) & _non_persistent(self._model)),
+            "non_persistent_buffers": sorted(set(self._copies) & non_persistent),
         }
 
     def load_state_dict(self, state: EmaState) -> None:
@@ -249,12 +253,6 @@ class Ema:
             pass
         path, _, own = name.rpartition(".")
         self._model.get_submodule(path)._buffers[own] = value.clone()  # its size has changed since
-
-
-def _non_persistent(model: nn.Module) -> set[str]:
-    """Return the names of non-persistent buffers."""
-    own = ((f"{path}." if path else "", module) for path, module in model.named_modules())
-    return {as_written(path + name) for path, module in own for name in module._non_persistent_buffers_set}
 
 
 def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

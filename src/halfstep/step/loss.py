@@ -124,7 +124,10 @@ class LossSlot:
                 allowed="the same for every micro-batch of a window",
                 do="return halfstep.Counted(loss.sum(), number_of_elements), or loss.mean()",
             )
-        value = _scalar(loss.sum if counted else loss)
+        plain = loss.sum if counted else loss
+        if not (isinstance(plain, Tensor) and plain.ndim == 0 and plain.requires_grad):
+            raise _not_a_loss(plain)
+        value = widen(plain)
         # A sum is divided before backward, because its gradients may overflow fp16. The exact count is known only after
         # the agreement, and is folded into unscaling.
         divisor = self._divisor(loss.count, divide, ranks, window) if counted else divide
@@ -244,12 +247,6 @@ def _wide(count: Count, device: torch.device) -> Tensor:
 _ALLOWED = (
     "a scalar tensor with a graph behind it, halfstep.Counted(sum, count), halfstep.Out(loss, aux=...), or a dict"
 )
-
-
-def _scalar(loss: Any) -> Tensor:
-    if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
-        return widen(loss)
-    raise _not_a_loss(loss)
 
 
 def _not_a_loss(given: Any) -> WrongUse:

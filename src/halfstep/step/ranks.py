@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -186,7 +186,8 @@ class Ranks:
             if store.check([failed]):
                 return ""
             self.look()
-            _pause(store, key)
+            with suppress(RuntimeError):  # not there yet
+                store.wait([key], LOOK)
         return str(store.get(key).decode())
 
     # -- connections --------------------------------------------------------------------------------------------
@@ -219,13 +220,6 @@ def connection_broke(error: BaseException) -> bool:
     # gloo raises a plain RuntimeError, which only its message tells from others.
     network = isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError))
     return network or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
-
-
-def _pause(store: Any, key: str) -> None:
-    try:
-        store.wait([key], LOOK)
-    except RuntimeError:  # not there yet
-        return
 
 
 def _store_of(group: Any) -> Any:

@@ -84,7 +84,10 @@ def shard_units(model: nn.Module, narrow: torch.dtype | None) -> list[ShardUnit]
     if "" in special:
         return [replace(unit, wide=True) for unit in units if unit.kind != NORMS]
     taken = {unit.name for unit in units}
-    return list(_grouped(_widened(units, [name for name in special if name not in taken])))
+    # An fp32 module that cannot be a unit makes the unit around it fp32: a unit has one policy.
+    left = [name for name in special if name not in taken]
+    holders = {max((u.name for u in units if _is_inside(name, u.name)), key=len) for name in left}
+    return list(_grouped([replace(unit, wide=True) if unit.name in holders else unit for unit in units]))
 
 
 def apply_fully_shard(
@@ -174,12 +177,6 @@ def _taken(model: nn.Module, wanted: Mapping[str, str], enough: float) -> list[S
 def _places(module: nn.Module) -> Counter[int]:
     """Return the number of modules that have each parameter, by its id."""
     return Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
-
-
-def _widened(units: list[ShardUnit], left: list[str]) -> list[ShardUnit]:
-    """Widen the units that hold fp32 modules which could not be units: a unit has one policy."""
-    holders = {max((u.name for u in units if _is_inside(name, u.name)), key=len) for name in left}
-    return [replace(unit, wide=True) if unit.name in holders else unit for unit in units]
 
 
 def _grouped(units: list[ShardUnit]) -> Iterator[ShardUnit]:

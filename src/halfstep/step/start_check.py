@@ -410,7 +410,11 @@ class _Judge:
 
     def _far(self) -> list[Deviation]:
         """Find the first output that is further from fp32 than the roundings of a deep model explain."""
-        outputs = _output_distances(self._wide.values, self._narrow.values)
+        wide, narrow = self._wide.values, self._narrow.values
+        same = [path for path in narrow.modules if path in wide.modules and _alike(wide, narrow, path)]
+        pairs = [(wide.modules[path].sample, narrow.modules[path].sample) for path in same]
+        read = torch.stack([torch.stack([(a - b).norm(), a.norm()]) for a, b in pairs]).tolist() if pairs else []
+        outputs = {path: off / size for path, (off, size) in zip(same, read, strict=True) if size > 0.0}
         path = next((p for p, off in outputs.items() if off > min(_AT_MOST, _OUTPUT * self._epsilon)), None)
         if path is None:
             return []
@@ -444,13 +448,6 @@ class _Judge:
         text = f"{what} of the compiled step differs by {share(figure)} from that of the eager one"
         fix = "leave torch.compile out (train.compile: false), or try another version of torch"
         return [Deviation(COMPILED, "warning", _module_of(worst), figure, text, fix)]
-
-
-def _output_distances(wide: ModuleValues, narrow: ModuleValues) -> dict[str, float]:
-    same = [path for path in narrow.modules if path in wide.modules and _alike(wide, narrow, path)]
-    pairs = [(wide.modules[path].sample, narrow.modules[path].sample) for path in same]
-    read = torch.stack([torch.stack([(a - b).norm(), a.norm()]) for a, b in pairs]).tolist() if pairs else []
-    return {path: off / size for path, (off, size) in zip(same, read, strict=True) if size > 0.0}
 
 
 def _alike(wide: ModuleValues, narrow: ModuleValues, path: str) -> bool:

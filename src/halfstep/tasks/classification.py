@@ -158,7 +158,10 @@ class Classification(Task):
     def _expect(self, pixels: images.Pixels) -> None:
         data = self.recipe.data
         self.pixels = pixels
-        self.preprocessing = Preprocessing(data.channels, pixels.mean, pixels.std, resize=_side(data), crop=data.size)
+        # The shorter side before the center crop: photographs lose a border of one eighth (224 of 256 pixels, the
+        # ImageNet convention); small images lose none.
+        side = round(data.size / 0.875) if data.crop == "resize" else data.size
+        self.preprocessing = Preprocessing(data.channels, pixels.mean, pixels.std, resize=side, crop=data.size)
 
     def _read(self) -> None:
         self._sources, names = labeled(self.recipe.data, self._classes, self.recipe.store)
@@ -197,11 +200,3 @@ def _varied(data: ClassificationData, plain: Callable[[Tensor], Tensor]) -> Call
         first = v2.Compose([v2.Lambda(plain), v2.RandomCrop(data.size, padding=data.size // 8)])
     varied: Callable[[Tensor], Tensor] = v2.Compose([first, v2.RandomHorizontalFlip()])
     return varied
-
-
-def _side(data: ClassificationData) -> int:
-    """Return the length of the shorter side before the center crop.
-
-    Photographs lose a border of one eighth (224 of 256 pixels, the ImageNet convention); small images lose none.
-    """
-    return round(data.size / 0.875) if data.crop == "resize" else data.size

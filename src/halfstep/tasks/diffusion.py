@@ -200,7 +200,9 @@ class Diffusion(Task):
         if self.kind == "image":
             ready["condition"] = self._seen(sample["condition"], self.conditions)
         if self.kind == "embedding":
-            ready["embedding"] = _tokens(sample["embedding"])
+            # Tokens × width; a single vector is one token.
+            embedding = sample["embedding"]
+            ready["embedding"] = embedding if embedding.ndim == 2 else embedding.unsqueeze(0)
         if split == "train" and self.recipe.data.augment == "flip" and torch.rand(()) < 0.5:
             ready |= {name: ready[name].flip(-1) for name in ("image", "condition") if name in ready}
         return ready
@@ -377,8 +379,3 @@ def _latents(model: LatentDiffusion, batch: Sample, draws: Draws | None) -> tupl
 def _around_zero(channels: int) -> images.Pixels:
     """Return the normalization to -1..1 that diffusers' autoencoders expect."""
     return images.Pixels((0.5,) * channels, (0.5,) * channels)
-
-
-def _tokens(embedding: Tensor) -> Tensor:
-    """Return an embedding as tokens × width; a single vector is one token."""
-    return embedding if embedding.ndim == 2 else embedding.unsqueeze(0)

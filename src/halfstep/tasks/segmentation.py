@@ -45,7 +45,9 @@ class Segmentation(Task):
         """Check the recipe and build the transforms. Raise `BadRecipe` for settings that exclude each other."""
         super().begin(recipe)
         check(recipe)
-        self.classes = _names(recipe.data)
+        self.classes = recipe.data.names or [str(number) for number in range(recipe.data.classes)]
+        if recipe.data.name == "shapes" and not recipe.data.names:
+            self.classes = drawn_masks(recipe.data).classes
         self.pixels = images.usual(recipe.data.channels)
         self.stride = STRIDES.get(recipe.model.name, STRIDES["smp"])
         self.preprocessing = Preprocessing(
@@ -61,7 +63,10 @@ class Segmentation(Task):
         self.ignored: int = 255 if recipe.data.ignore_index is None else recipe.data.ignore_index
         self._sources: dict[Split, Source] = {}
         self._augmented = _augmentation(recipe.data, self.ignored)
-        self._colored = _jitter(recipe.data)
+        self._colored: nn.Module = nn.Identity()
+        # ColorJitter's saturation is defined for RGB images only.
+        if recipe.data.augment and recipe.data.channels == 3:
+            self._colored = v2.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2)
 
     def facts(self) -> dict[str, Any]:
         """Return the class names."""
@@ -194,12 +199,6 @@ class Segmentation(Task):
         }
 
 
-def _names(data: SegmentationData) -> list[str]:
-    if data.names or data.name != "shapes":
-        return data.names or [str(number) for number in range(data.classes)]
-    return drawn_masks(data).classes
-
-
 def _chosen(logits: Tensor) -> Tensor:
     """Return the predicted class of each pixel."""
     return (logits.squeeze(1) > 0).long() if logits.shape[1] == 1 else logits.argmax(1)
@@ -217,11 +216,3 @@ def _augmentation(data: SegmentationData, ignored: int) -> v2.Transform:
     if data.augment:
         steps += [v2.RandomHorizontalFlip(), v2.RandomVerticalFlip()]
     return v2.Compose(steps)
-
-
-def _jitter(data: SegmentationData) -> nn.Module:
-    # ColorJitter's saturation is defined for RGB images only.
-    if not data.augment or data.channels != 3:
-        return nn.Identity()
-    jitter: nn.Module = v2.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2)
-    return jitter

@@ -35,9 +35,11 @@ def overlays(frames: Sequence[Picture], masks: Any, slots: int) -> list[Picture]
     would show neither.
     """
     # The palette's first color is black for the background, but slots treat the background as one more object: skip it.
-    return [
-        images.laid_over(_gray(frame), _numbers(mask) + 1, slots + 1) for frame, mask in zip(frames, masks, strict=True)
-    ]
+    drawn = []
+    for frame, mask in zip(frames, masks, strict=True):
+        gray: Picture = frame.mean(2, keepdims=True).round().astype(np.uint8).repeat(3, 2)
+        drawn.append(images.laid_over(gray, _numbers(mask) + 1, slots + 1))
+    return drawn
 
 
 def clip_picture(frames: Sequence[Picture], masks: Any, slots: int, truth: Any = None) -> Picture:
@@ -49,23 +51,15 @@ def clip_picture(frames: Sequence[Picture], masks: Any, slots: int, truth: Any =
         most = int(truth.max()) + 1
         things = [_numbers(truth[n]) for n in shown]
         rows.append([images.painted(mask, most) for mask in things])
-    return _below([images.side_by_side(row, GAP) for row in rows])
-
-
-def _gray(frame: Picture) -> Picture:
-    picture: Picture = frame.mean(2, keepdims=True).round().astype(np.uint8).repeat(3, 2)
-    return picture
+    # Transposed, so that the rows are stacked vertically.
+    columns = [images.side_by_side(row, GAP).swapaxes(0, 1) for row in rows]
+    return images.side_by_side(columns, GAP).swapaxes(0, 1)
 
 
 def _numbers(mask: Any) -> images.Mask:
     """Return a mask as an integer array; it may be an array, or a tensor on any device."""
     numbers: images.Mask = torch.as_tensor(mask).cpu().long().numpy()
     return numbers
-
-
-def _below(rows: Sequence[Picture]) -> Picture:
-    """Stack rows of one width vertically."""
-    return images.side_by_side([row.swapaxes(0, 1) for row in rows], GAP).swapaxes(0, 1)
 
 
 THINGS = 256
@@ -203,7 +197,10 @@ class Slots(Task):
     def transform(self, split: Split, sample: Sample) -> Sample:
         """Resize whole frames to a square in -1..1; flip half of the training clips."""
         size = self.recipe.data.size
-        ready = {"image": _resized(scaled(sample["image"]), size) * 2.0 - 1.0}
+        frames = scaled(sample["image"])
+        if frames.shape[-2:] != (size, size):
+            frames = F.interpolate(frames, (size, size), mode="bilinear", antialias=True)
+        ready = {"image": frames * 2.0 - 1.0}
         if "mask" in sample:
             # Plain `nearest` shifts the mask by up to half a pixel against the frame; `nearest-exact` does not.
             ready["mask"] = F.interpolate(sample["mask"][:, None], (size, size), mode="nearest-exact")[:, 0]
@@ -289,9 +286,3 @@ def owners(shares: Tensor, size: torch.Size) -> Tensor:
     if shares.shape[-2:] != size:
         shares = F.interpolate(shares.flatten(0, 1), size, mode="bilinear").unflatten(0, shares.shape[:2])
     return shares.argmax(2)
-
-
-def _resized(frames: Tensor, size: int) -> Tensor:
-    if frames.shape[-2:] == (size, size):
-        return frames
-    return F.interpolate(frames, (size, size), mode="bilinear", antialias=True)

@@ -62,16 +62,13 @@ def git_revision(folder: Path) -> dict[str, str] | None:
     """
     for place in (folder, *folder.parents):
         try:
-            if (place / ".git").exists():
-                return _revision_in(_git_folder(place / ".git"))
+            git = place / ".git"
+            if git.exists():
+                # In another work tree, a file names git's folder.
+                return _revision_in(git if git.is_dir() else place / _line(git).removeprefix("gitdir: "))
         except (OSError, ValueError):
             return None
     return None
-
-
-def _git_folder(found: Path) -> Path:
-    """Return git's folder; of another work tree it is named in a file."""
-    return found if found.is_dir() else found.parent / _line(found).removeprefix("gitdir: ")
 
 
 def _revision_in(git: Path) -> dict[str, str] | None:

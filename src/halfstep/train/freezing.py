@@ -18,7 +18,12 @@ def freeze(model: nn.Module, parts: list[str]) -> list[str]:
     unknown name, and BadRecipe where nothing is left to train.
     """
     # All names are resolved first, so that a wrong one leaves the model unchanged.
-    found = {part: _parameters(model, part) for part in parts}
+    found: dict[str, list[nn.Parameter]] = {}
+    for part in parts:
+        # The final dot makes `layer1` match `layer1.weight` and not `layer10.weight`.
+        found[part] = [p for name, p in model.named_parameters() if part and f"{name}.".startswith(f"{part}.")]
+        if not found[part]:
+            raise _unknown(model, part)
     frozen = {id(parameter) for parameters in found.values() for parameter in parameters}
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in frozen]
     if parts and not trained:
@@ -37,14 +42,6 @@ def freeze(model: nn.Module, parts: list[str]) -> list[str]:
                     # A class, not a hook or an instance method: copies of the model, such as an EMA, are frozen too.
                     below.__class__ = _still_class(type(below))  # type: ignore[assignment]
     return [f"{part} is frozen: {sum(p.numel() for p in each):,} parameters" for part, each in found.items()]
-
-
-def _parameters(model: nn.Module, part: str) -> list[nn.Parameter]:
-    # The final dot makes `layer1` match `layer1.weight` and not `layer10.weight`.
-    found = [p for name, p in model.named_parameters() if part and f"{name}.".startswith(f"{part}.")]
-    if not found:
-        raise _unknown(model, part)
-    return found
 
 
 def _unknown(model: nn.Module, part: str) -> UnknownName:

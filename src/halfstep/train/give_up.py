@@ -243,13 +243,10 @@ def give_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
     good, kept = None if none_is_good else checkpoints.name, _kept(checkpoints, none_is_good)
     if do and cause == DIVERGENCE and not _is_in_the_code(error):
         kept = f"{kept}, with a lower learning rate"
-    return GivenUp(_why(loop, cause, error), kept, do or error.do, good, cause, error.verdict)
-
-
-def _why(loop: Loop, cause: str, error: Diverged) -> str:
-    """Return the reason; the checkpoint to resume from is named after it."""
     why = error.why or error.given
-    return why + describe_guilty_samples(loop.guarding.guilty) if cause == DATA else why
+    if cause == DATA:
+        why += describe_guilty_samples(loop.guarding.guilty)
+    return GivenUp(why, kept, do or error.do, good, cause, error.verdict)
 
 
 def _is_in_the_code(error: Diverged) -> bool:

@@ -64,7 +64,10 @@ def make_loaders(
     val = make_val_loader(task, recipe, device, train.workers)
     # Before the contents are read: what changes in between is noticed.
     recorded = distributed.fail_together(lambda: _at_once(lambda: _recorded(train.samples, val.samples)))
-    data_fingerprint = _fingerprint(source, val.samples.source)
+    # Read by rank 0 for all: the ranks divide the same samples.
+    sources = (source, val.samples.source)
+    read = distributed.rank_zero_or_raise(lambda: _at_once(lambda: fingerprint(*sources).as_dict()))
+    data_fingerprint = replace(Fingerprint.from_dict(read), sources=sources)
     for files, part in zip(recorded, data_fingerprint.parts, strict=True):
         if files is not None:
             files.take_contents(part)
@@ -187,12 +190,6 @@ def _recorded(*both: Samples | ValSamples) -> list[RecordedFiles | None]:
             files = samples.change_of = RecordedFiles(samples.source)
         recorded.append(files)
     return recorded
-
-
-def _fingerprint(*sources: Source) -> Fingerprint:
-    """Return the fingerprint, read by rank 0 for all: the ranks divide the same samples."""
-    found = distributed.rank_zero_or_raise(lambda: _at_once(lambda: fingerprint(*sources).as_dict()))
-    return replace(Fingerprint.from_dict(found), sources=sources)
 
 
 def _workers(

@@ -58,7 +58,8 @@ def this_machine(device: str) -> Machine:
     ranks, here = launched.world_size, launched.local_world_size or 1
     # Ranks on one host share its memory; an accelerator's memory is each rank's own.
     host = Machine(cores_each(), total_memory() // here, devices=ranks)
-    if device == AUTO and _no_driver():
+    # Linux certainly has no accelerator without a device file; on other systems torch has to be asked.
+    if device == AUTO and sys.platform == "linux" and not any(True for pattern in _NODES for _ in _DEV.glob(pattern)):
         return host
     # Imported only now: torch takes seconds to load, and a command that is refused afterwards does not need it.
     import torch
@@ -69,11 +70,6 @@ def this_machine(device: str) -> Machine:
     if torch.empty(0, device=place).is_cpu:
         return host
     return Machine(cores_each(), _accelerator_memory(place), has_accelerator=True, devices=ranks)
-
-
-def _no_driver() -> bool:
-    """Return whether this host certainly has no accelerator; other systems than Linux have to ask torch."""
-    return sys.platform == "linux" and not any(True for pattern in _NODES for _ in _DEV.glob(pattern))
 
 
 def _accelerator_memory(place: object) -> int:

@@ -299,7 +299,9 @@ def upload(request: UploadRequest) -> str | None:
             store.delete(f"{one.key}/{COMMIT}")
     with contextlib.ExitStack() as opened:
         try:
-            files = _open_all(folder / CHECKPOINTS / name, opened)
+            # Open files stay readable when retention removes the checkpoint.
+            paths = sorted((folder / CHECKPOINTS / name).iterdir())
+            files: dict[str, BinaryIO] = {path.name: opened.enter_context(path.open("rb")) for path in paths}
         except FileNotFoundError:
             return None
         seals = _seals(files)
@@ -340,11 +342,6 @@ def _write_commit(store: Store, target: Directory, commit: Commit, lease: Lease)
         store.put(key, commit.text())  # unique names carry the protocol: no other launch writes this key
     elif not store.create(key, commit.text()) and _manifest_seal(store, target) != commit.files[MANIFEST]:
         raise _taken(store, f"has another {key}")
-
-
-def _open_all(folder: Path, opened: contextlib.ExitStack) -> dict[str, BinaryIO]:
-    """Open all files of a checkpoint: open files stay readable when retention removes it."""
-    return {path.name: opened.enter_context(path.open("rb")) for path in sorted(folder.iterdir())}
 
 
 def _seals(files: Mapping[str, BinaryIO]) -> dict[str, Seal]:

@@ -190,14 +190,14 @@ def _remove_drafts(folder: Path, disk: Disk) -> None:
     for place in (folder, folder / "pictures"):
         drafts: list[Path] = []
         with contextlib.suppress(OSError):
-            drafts += [path for path in place.iterdir() if _is_left_behind(path.name)]
+            drafts += [
+                path
+                for path in place.iterdir()
+                if _PROBE.fullmatch(path.name) or _REPLACED.fullmatch(draft_of(path.name) or "")
+            ]
         for path in drafts:
             with contextlib.suppress(OSError):
                 disk.remove(path)
-
-
-def _is_left_behind(name: str) -> bool:
-    return _PROBE.fullmatch(name) is not None or _REPLACED.fullmatch(draft_of(name) or "") is not None
 
 
 def _was_saved(folder: Path) -> bool:
@@ -228,11 +228,13 @@ def resume_from(
     state = distributed.fail_together(lambda: _state_for(loop.live, found))
     restored = distributed.fail_together(lambda: restore(loop.live, state, accepted))
     extended = _extended(loop, before) if EXTEND in accepted and restored.is_longer else None
-    # Read before the journal is cut, which drops these steps.
-    repeated = (
-        max(0, _last_attempt(folder, _size_at(found)) - found.generation.attempt) if distributed.rank() == 0 else 0
-    )
-    _cut(folder, found.without_tensors("position")["journal_sizes"])
+    repeated, journal_sizes = 0, found.without_tensors("position")["journal_sizes"]
+    if distributed.rank() == 0:
+        # Read before the journal is cut, which drops these steps and refuses an invalid size.
+        size = journal_sizes.get(JOURNAL)
+        after = size if type(size) is int and size >= 0 else 0
+        repeated = max(0, _last_attempt(folder, after) - found.generation.attempt)
+    _cut(folder, journal_sizes)
     loop.checkpoints.resumed(found.generation)
     loop.guarding.taken_up(found.generation.attempt, found.generation.name)
     return Resumed(
@@ -303,7 +305,11 @@ def _extended(loop: Loop, before: Mapping[str, object] | None) -> Extension:
             do=f"{to_extend((None, at), loop.train.steps_per_epoch)} adds one epoch",
         )
     if before is not None and loop.progress.step_in_epoch < loop.train.steps_per_epoch:
-        _keep_best(loop, before.get("best"))
+        # The best weights of an end in the middle of an epoch, which is not evaluated again.
+        best = before.get("best")
+        value, epoch = (best.get("value"), best.get("epoch")) if isinstance(best, dict) else (None, None)
+        if isinstance(value, float) and isinstance(epoch, int):
+            loop.progress.best, loop.progress.best_epoch = value, epoch
     latest = loop.recipe.schedule.extensions[-1:]
     return {
         "from": at,
@@ -316,22 +322,9 @@ def _extended(loop: Loop, before: Mapping[str, object] | None) -> Extension:
     }
 
 
-def _keep_best(loop: Loop, best: Any) -> None:
-    """Keep the best weights of an end in the middle of an epoch, which is not evaluated again."""
-    value, epoch = (best.get("value"), best.get("epoch")) if isinstance(best, dict) else (None, None)
-    if isinstance(value, float) and isinstance(epoch, int):
-        loop.progress.best, loop.progress.best_epoch = value, epoch
-
-
 def _cut(folder: Path, sizes: dict[str, int]) -> None:
     if distributed.rank() == 0:
         truncate(folder, sizes)
-
-
-def _size_at(found: FoundCheckpoint) -> int:
-    """Return the size of the journal at the checkpoint; an invalid one is refused where the journal is cut."""
-    size = found.without_tensors("position")["journal_sizes"].get(JOURNAL)
-    return size if type(size) is int and size >= 0 else 0
 
 
 def _last_attempt(folder: Path, after: int = 0) -> int:

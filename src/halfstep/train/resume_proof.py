@@ -91,17 +91,13 @@ def prove(
             loop = build(folder / "one", auto_choices, remedies)
         # 2k steps in one go, and 2k in two parts.
         counted = _Counted(on_progress, 4 * steps)
-        one = _whole_part(loop, begin, 2 * steps, counted)
+        _put(loop, begin)
+        with _Going(loop, counted) as going:
+            one = _Segment(going.on(2 * steps), State.of(loop.live))
         # Removed before the second way starts: the disk needs room for one run at a time.
         shutil.rmtree(folder / "one")
         two = _in_two_parts(build, _made(folder / "two"), (loop.live.auto_choices, remedies), begin, steps, counted)
     return _judged(one, two, steps, begin.attempt if begin else 0)
-
-
-def _whole_part(loop: Loop, begin: CheckpointDir | None, count: int, counted: _Counted) -> _Segment:
-    _put(loop, begin)
-    with _Going(loop, counted) as going:
-        return _Segment(going.on(count), State.of(loop.live))
 
 
 def _in_two_parts(

@@ -379,7 +379,8 @@ def open_run(
             try:
                 return _opened(path, recipe, drawn, accepted, held, recipe.checkpoint.remote)
             except StateMismatch as error:
-                _remove_restored(path)
+                for entry in [one for one in path.iterdir() if not _is_leftover(one)]:
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
                 raise StateMismatch(
                     error.given,
                     allowed="one run for each checkpoint.remote",
@@ -391,12 +392,6 @@ def open_run(
             raise
     except OSError as error:
         raise _cannot_create(wanted, error) from None
-
-
-def _remove_restored(path: Path) -> None:
-    for entry in path.iterdir():
-        if not _is_leftover(entry):
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted: Collection[str] = ()) -> State:
@@ -455,18 +450,14 @@ def _opened(
     unexplained = drop_keys(changed, LENGTH) if EXTEND in accepted else changed
     if unexplained and RECIPE_CHANGE not in accepted:
         raise recipe_changed(f"the {'unfinished ' if before.result is None else ''}run in {place or path}", unexplained)
-    placed = _longer(placed, before, accepted)
+    if EXTEND in accepted:
+        placed = extended(placed, before, rewarm=REWARM in accepted)
+    elif not placed.schedule.extensions:
+        placed = with_extensions(placed, before.extensions)
     for key in drawn:
         section, name = key.split(".")
         placed = _with(placed, key, written.get(section, {}).get(name))
     return RunFolder(path, UNFINISHED, placed, held, changed, before.result)
-
-
-def _longer(recipe: Any, before: SavedRun, accepted: Collection[str]) -> Any:
-    """Return the recipe with the earlier ends of the run, and with a new one where it is extended."""
-    if EXTEND in accepted:
-        return extended(recipe, before, rewarm=REWARM in accepted)
-    return recipe if recipe.schedule.extensions else with_extensions(recipe, before.extensions)
 
 
 def unfinish(path: Path) -> None:

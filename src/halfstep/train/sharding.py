@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -98,20 +98,18 @@ def choose_sharding(
 def _least(state: StateSize, memory: int, ranks: int, group: int) -> Sharding:
     """Return the least sharding that fits; where none does, the one that takes the least."""
     # Groups grow from a node, whose own links are several times faster than the network.
-    sizes = [1, *_doubled(group, ranks), ranks]
+    sizes, doubled = [1], group
+    while 1 < doubled < ranks:
+        if ranks % doubled == 0:
+            sizes.append(doubled)
+        doubled *= 2
+    sizes.append(ranks)
     fitting = (size for size in sizes if state.a_rank(size) <= memory * STATE_SHARE)
     # Not always all ranks: a parameter with fewer rows than ranks is padded.
     size = next(fitting, None) or min(sizes, key=state.a_rank)
     mode: Mode = "ddp" if size == 1 else "fsdp" if size == ranks else "hsdp"
     said = f"weights, gradients and optimizer state take {numbers.size(state.a_rank(1))} of {numbers.size(memory)}"
     return Sharding(mode, size, said if size == 1 else f"{said}, and {numbers.size(state.a_rank(size))} in shards")
-
-
-def _doubled(size: int, below: int) -> Iterator[int]:
-    while 1 < size < below:
-        if below % size == 0:
-            yield size
-        size *= 2
 
 
 def reduced_in_fp32(options: WorldOptions) -> list[str]:

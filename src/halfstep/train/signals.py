@@ -205,8 +205,10 @@ class Stopping:
         received.first = received.first or signal.Signals(number).name
         if number == signal.SIGINT:
             received.interrupts += 1
+            # A third Ctrl-C would interrupt the cleanup of the second.
+            is_leaving = received.raised is not None and time.monotonic() - received.raised < PATIENCE
             # An exception in __enter__ or __exit__ would leave handlers installed.
-            if received.interrupts > 1 and not _is_leaving(received) and not _is_at_the_door(frame):
+            if received.interrupts > 1 and not is_leaving and not _is_at_the_door(frame):
                 received.raised = time.monotonic()
                 raise KeyboardInterrupt
         if received.at_once and not _is_at_the_door(frame):
@@ -323,11 +325,6 @@ def stop_at_once() -> Iterator[None]:
         yield
     finally:
         received.at_once = False
-
-
-def _is_leaving(received: _Received) -> bool:
-    """Return whether a KeyboardInterrupt is in progress: a third Ctrl-C would interrupt the cleanup."""
-    return received.raised is not None and time.monotonic() - received.raised < PATIENCE
 
 
 _DOOR = (Stopping.__enter__.__code__, Stopping.__exit__.__code__)

@@ -98,7 +98,8 @@ def _offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
 
 
 def _joined(name: str, parts: list[WeightPart]) -> Tensor:
-    shape = tuple(max(ends) for ends in zip(*(_ends(part) for part in parts), strict=True))
+    ends = ([at + size for at, size in zip(part.offsets, part.sizes, strict=True)] for part in parts)
+    shape = tuple(map(max, zip(*ends, strict=True)))
     held = sum(math.prod(part.sizes) for part in parts)
     # Before anything is allocated: a made-up offset can claim a tensor of any size.
     if held != math.prod(shape):
@@ -119,10 +120,6 @@ def _joined(name: str, parts: list[WeightPart]) -> Tensor:
     if not bool(seen.all()):
         raise _broken(parts[0].file.parent, f"parts of {name} overlap")
     return joined
-
-
-def _ends(part: WeightPart) -> tuple[int, ...]:
-    return tuple(at + size for at, size in zip(part.offsets, part.sizes, strict=True))
 
 
 def _refuse_code(file: Path) -> None:

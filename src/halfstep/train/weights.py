@@ -111,7 +111,10 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> LoadRep
     checks. Raises StateMismatch, BadData, Unsafe or MissingExtra.
     """
     own = _without_prefixes(_tensors(model), {})  # with the names that save_weights uses
-    found = _named_alike(_without_prefixes(read_tensors(path), own), own)
+    read = _without_prefixes(read_tensors(path), own)
+    # With the prefix of a submodel that fits best: a file of an encoder has none.
+    placed = [{f"{inside}{name}": tensor for name, tensor in read.items()} for inside in INSIDE]
+    found = max(placed, key=lambda names: len(names.keys() & own.keys()))
     fitting = {name: found[name] for name in own if name in found and found[name].shape == own[name].shape}
     report = _compared(path, own, found, fitting)
     if not report.complete and (not partial or not fitting or 2 * len(fitting) < min(len(own), len(found))):
@@ -215,12 +218,6 @@ def _without_prefixes(tensors: dict[str, Tensor], own: Collection[str]) -> dict[
         if everywhere and not any(name.startswith(prefix) for name in own):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors
-
-
-def _named_alike(found: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the prefix of a submodel that fits best; a file of an encoder has none."""
-    placed = [{f"{inside}{name}": tensor for name, tensor in found.items()} for inside in INSIDE]
-    return max(placed, key=lambda names: len(names.keys() & own.keys()))
 
 
 def _compared(

@@ -32,19 +32,15 @@ class Rule(NamedTuple):
 
 def faults_in(found: SetLooked) -> list[Fault]:
     """Return everything that is wrong with a set, errors first."""
-    faults = [_fault(rule, found, tuple(rule.find(found))) for rule in RULES]
-    there = [fault for fault in faults if fault.files]
+    there = []
+    for rule in RULES:
+        if files := tuple(rule.find(found)):
+            evidence, do = (part if isinstance(part, str) else part(found) for part in (rule.evidence, rule.do))
+            there.append(Fault(rule.id, rule.severity, evidence, do, files))
     if len(found.good) < 2:
         told = f"{len(found.good)} samples can be read"
         there.append(Fault("too-few", "error", told, "add samples: a run needs at least 2, and learns from dozens"))
     return sorted(there, key=lambda fault: ("error", "warning", "note").index(fault.severity))
-
-
-def _fault(rule: Rule, found: SetLooked, files: tuple[str, ...]) -> Fault:
-    evidence, do = (
-        part if isinstance(part, str) else part(found) if files else "" for part in (rule.evidence, rule.do)
-    )
-    return Fault(rule.id, rule.severity, evidence, do, files)
 
 
 def _values(found: SetLooked) -> str:
@@ -156,6 +152,8 @@ def check(layout: Layout, on_progress: OnProgress = lambda done, of: None, class
     """Check a set, and return its facts and findings."""
     found = look_at(layout, on_progress, classes)
     faults = faults_in(found)
+    sizes = sorted((sample.image.upright for sample in found.good), key=lambda size: size[0] * size[1])
+    kinds = Counter(sample.image.format for sample in found.good)
     return DataReport(
         folder=layout.root,
         task=layout.task,
@@ -163,19 +161,11 @@ def check(layout: Layout, on_progress: OnProgress = lambda done, of: None, class
         ok=all(fault.severity != "error" for fault in faults),
         samples=dict(sorted(Counter(sample.split for sample in found.samples).items())),
         readable=len(found.good),
-        images=_images(found),
+        images=ImageFacts(sizes[len(sizes) // 2], sizes[0], sizes[-1], kinds) if sizes else None,
         masks={"read_as": found.reading.words, **found.reading.settings()} if found.reading else None,
         classes=tuple(_class_shares(found)),
         findings=tuple(faults),
     )
-
-
-def _images(found: SetLooked) -> ImageFacts | None:
-    sizes = sorted((sample.image.upright for sample in found.good), key=lambda size: size[0] * size[1])
-    if not sizes:
-        return None
-    kinds = Counter(sample.image.format for sample in found.good)
-    return ImageFacts(median=sizes[len(sizes) // 2], smallest=sizes[0], largest=sizes[-1], kinds=kinds)
 
 
 def _class_shares(found: SetLooked) -> list[ClassShare]:

@@ -85,7 +85,10 @@ def channel_kinds(found: SetLooked) -> dict[str, list[str]]:
     """Return the images by kind of channels."""
     kinds: defaultdict[str, list[str]] = defaultdict(list)
     for sample in found.good:
-        kinds[_channels(sample.image)].append(found.shown(sample.image.path))
+        mode = sample.image.mode
+        gray = mode in ("1", "L", "I", "F") or mode.startswith("I;16")
+        channels = "with transparency" if mode in ("RGBA", "LA", "PA") else "gray" if gray else "in color"
+        kinds[channels].append(found.shown(sample.image.path))
     return dict(kinds)
 
 
@@ -94,12 +97,6 @@ def of_unusual_channels(found: SetLooked) -> list[str]:
     kinds = channel_kinds(found)
     usual = max(kinds, key=lambda kind: len(kinds[kind]), default="")
     return [path for kind, paths in kinds.items() if kind != usual for path in paths]
-
-
-def _channels(look: FileFacts) -> str:
-    if look.mode in ("RGBA", "LA", "PA"):
-        return "with transparency"
-    return "gray" if look.mode in ("1", "L", "I", "F") or look.mode.startswith("I;16") else "in color"
 
 
 def pairs_where(true: Callable[[FileFacts, FileFacts], bool], *, masks: bool = False) -> Find:
@@ -175,13 +172,14 @@ def pixels_of_classes(found: SetLooked) -> tuple[Counter[int], Counter[int]]:
 
 def empty_masks(found: SetLooked) -> list[str]:
     """Return masks that are all background, unless all are."""
-    if len(pixels_of_classes(found)[0]) < 2:
+    reading = found.reading
+    if reading is None or len(pixels_of_classes(found)[0]) < 2:
         return []
-    return [found.shown(look.path) for look, mask in _masks(found) if _is_empty(mask, found.reading)]
-
-
-def _is_empty(mask: MaskCounts, reading: MaskReading | None) -> bool:
-    return reading is not None and not reading.strange(mask) and not any(reading.class_of(v, mask) for v in mask.pixels)
+    return [
+        found.shown(look.path)
+        for look, mask in _masks(found)
+        if not reading.strange(mask) and not any(reading.class_of(v, mask) for v in mask.pixels)
+    ]
 
 
 def absent_classes(found: SetLooked) -> list[str]:

@@ -215,10 +215,8 @@ def _faults(folder: Path, index: TokenIndex, looked: dict[str, _Looked], in_trai
     yield from fault("held-out-in-train", "error", "held-out document that is also in train", advice, [*both, *copied])
     partly = [f"{name}: {share:.0%} of it" for name, share in in_train.items() if PART <= share < WHOLE]
     yield from fault("held-out-partly", "warning", "held-out document with text of train", "look at them", partly)
-    twice = [name for one in every for name in _repeated(one.digests)]
+    twice = []
+    for one in every:
+        first: dict[bytes, str] = {}
+        twice += [f"{n} = {first[d]}" for n, d in one.digests.items() if first.setdefault(d, n) != n]
     yield from fault("duplicates", "warning", "duplicated document", "keep one of each", twice)
-
-
-def _repeated(digests: dict[str, bytes]) -> list[str]:
-    first: dict[bytes, str] = {}
-    return [f"{name} = {first[d]}" for name, d in digests.items() if first.setdefault(d, name) != name]

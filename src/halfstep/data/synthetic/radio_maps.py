@@ -73,10 +73,12 @@ class RadioMaps(Drawn):
     def _drawn(self, index: int) -> tuple[Array, tuple[int, int]]:
         draw = np.random.default_rng([self.seed, index])
         built = _city(draw, self.size)
-        return built, _free_place(draw, built)
+        free = np.flatnonzero(~built)
+        return built, divmod(int(free[draw.integers(len(free))]), len(built))
 
     def _condition(self, built: Array, place: tuple[int, int]) -> Tensor:
-        spot = _spot(self.size, place)
+        # About as large as a house: a smaller spot is lost where a model halves the map.
+        spot = np.exp(-0.5 * (_distance(self.size, place) / max(0.7, self.size / 48)) ** 2)
         planes = [built, spot] if self.condition_channels == 2 else [np.maximum(built * 0.5, spot)]
         return torch.from_numpy(_bytes(np.stack(planes)))
 
@@ -109,23 +111,10 @@ def _city(draw: np.random.Generator, size: int) -> Array:
     return built
 
 
-def _free_place(draw: np.random.Generator, built: Array) -> tuple[int, int]:
-    """Return the row and column of a free pixel."""
-    free = np.flatnonzero(~built)
-    row, column = divmod(int(free[draw.integers(len(free))]), len(built))
-    return row, column
-
-
 def _distance(size: int, place: tuple[int, int]) -> Array:
     rows, columns = np.ogrid[0:size, 0:size]
     distance: Array = np.hypot(rows - place[0], columns - place[1])
     return distance
-
-
-def _spot(size: int, place: tuple[int, int]) -> Array:
-    """Return a spot about as large as a house: a smaller one is lost where a model halves the map."""
-    spot: Array = np.exp(-0.5 * (_distance(size, place) / max(0.7, size / 48)) ** 2)
-    return spot
 
 
 def _crossed(built: Array, place: tuple[int, int]) -> Array:

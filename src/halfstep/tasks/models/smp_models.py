@@ -67,15 +67,14 @@ def _theirs(options: Any, channels: int, outputs: int) -> nn.Module:
             allowed="encoders that were trained on imagenet, such as resnet34",
             do="write model.weights=none, or choose another encoder",
         )
-    repository = _timm_repository(options.encoder) if timms else settings["imagenet"]["repo_id"]
+    if timms:
+        import timm
+
+        found = timm.get_pretrained_cfg(options.encoder.removeprefix(TIMM), allow_unregistered=True)
+        repository = (found.hf_hub_id or "") if found else ""
+    else:
+        repository = settings["imagenet"]["repo_id"]
     return fetched(lambda: build(True if timms else "imagenet"), options.encoder, repository)
-
-
-def _timm_repository(encoder: str) -> str:
-    import timm
-
-    settings = timm.get_pretrained_cfg(encoder.removeprefix(TIMM), allow_unregistered=True)
-    return (settings.hf_hub_id or "") if settings else ""
 
 
 def _package() -> Any:

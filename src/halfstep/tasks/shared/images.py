@@ -80,7 +80,12 @@ IGNORED, MISTAKE = (128, 128, 128), (220, 30, 30)
 
 def palette(classes: int) -> list[tuple[int, int, int]]:
     """Return one color per class; the first is black."""
-    return [_FIRST[n] if n < len(_FIRST) else _turned(n) for n in range(classes)]
+    colors = _FIRST[:classes]
+    for number in range(len(_FIRST), classes):
+        # 0.381966 of a turn is the golden angle; hues that are multiples of it do not repeat.
+        red, green, blue = colorsys.hsv_to_rgb(number * 0.381966 % 1.0, 0.65, 0.95)
+        colors.append((round(255 * red), round(255 * green), round(255 * blue)))
+    return colors
 
 
 def painted(mask: Mask, classes: int) -> Picture:
@@ -103,13 +108,6 @@ def marked(image: Picture, wrong: Mask) -> Picture:
     gray = image.mean(-1, keepdims=True) / 2 + 127
     picture: Picture = np.where(wrong[..., None], MISTAKE, gray).astype(np.uint8)
     return picture
-
-
-def _turned(number: int) -> tuple[int, int, int]:
-    """Return a color whose hue is a multiple of the golden angle, so hues do not repeat."""
-    # 0.381966 of a turn is the golden angle.
-    red, green, blue = colorsys.hsv_to_rgb(number * 0.381966 % 1.0, 0.65, 0.95)
-    return round(255 * red), round(255 * green), round(255 * blue)
 
 
 MOST_BYTES = 2**30

@@ -57,10 +57,16 @@ def fetched(
             return build()
     # The hub's own errors derive from OSError; timm and torch.hub also raise RuntimeError.
     except (OSError, RuntimeError) as error:
+        # The first sentence of the error; the others are about the client's own options.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0][:160]
         place = cache_folder() / "weights" / f"{name}.safetensors"
-        address = _address(repository) if repository else other
+        address = other
+        if repository:
+            from huggingface_hub import constants
+
+            address = f"{constants.ENDPOINT}/{repository}/resolve/main/model.safetensors"
         raise BadData(
-            f"the pretrained weights of {name} are not on this machine and cannot be fetched: {_reason(error)}",
+            f"the pretrained weights of {name} are not on this machine and cannot be fetched: {reason}",
             allowed=f"a connection to the hub, or the file itself: {setting} may be a path",
             do=f"place {address or 'the file'} at {place} and set {setting}={place}",
         ) from error
@@ -89,15 +95,3 @@ def _reachable(address: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def _address(repository: str) -> str:
-    from huggingface_hub import constants
-
-    return f"{constants.ENDPOINT}/{repository}/resolve/main/model.safetensors"
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first sentence of an error; the others are about the client's own options."""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return first.partition(". ")[0][:160]

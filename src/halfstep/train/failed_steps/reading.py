@@ -261,9 +261,8 @@ def _refuse_another_model(
     come = assignable_buffers(model, [name for name in record.step.non_persistent_buffers if name in found])
     missing = [name for name in own if name not in found and name not in come]
     other = [name for name in found if name not in own and name not in come]
-    shapes = [
-        name for name, tensor in own.items() if name in found and name not in come and not _alike(tensor, found[name])
-    ]
+    both = [(name, own[name], found[name]) for name in own if name in found and name not in come]
+    shapes = [n for n, a, b in both if a.shape != b.shape or a.is_floating_point() != b.is_floating_point()]
     if missing or other or shapes:
         first = (missing + other + shapes)[0]
         raise StateMismatch(
@@ -272,10 +271,6 @@ def _refuse_another_model(
             allowed="the model that the run was trained with",
             do="restore the recipe, the versions and the task's file of the run",
         )
-
-
-def _alike(own: Tensor, found: Tensor) -> bool:
-    return own.shape == found.shape and own.is_floating_point() == found.is_floating_point()
 
 
 def load_attempt(record: Record, rank: int, loss_fn: LossFunction, device: torch.device) -> StepInputs:

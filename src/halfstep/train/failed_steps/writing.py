@@ -91,12 +91,20 @@ def write(
     disk, first = disk or Disk(), party.rank == 0
     own = _inputs_of(failed.attempt, model, party.rank)
 
+    def offer() -> tuple[str, int]:
+        refuse_elsewhere(folder)
+        if first:
+            sweep(folder / FAILED_STEPS, disk)
+        return own.without, own.bytes
+
     def settle(offered: list[tuple[str, int]]) -> tuple[str, Any]:
         # A record with the tensors of some ranks cannot be replayed.
-        without = next((why for why, _ in offered if why), "") or _too_large(sum(size for _, size in offered), most)
+        without, size = next((why for why, _ in offered if why), ""), sum(size for _, size in offered)
+        if not without and size > most:
+            without = f"weights and batch take {numbers.size(size)}, and at most {numbers.size(most)} are kept"
         return without, _record(folder, failed, model, without)
 
-    without, record = decided(party, lambda: _offer(folder, own, disk, first), settle)
+    without, record = decided(party, offer, settle)
     own = RankInputs(without=without) if without else own
     snapshot = RankSnapshot(
         failed.report.attempt,
@@ -132,19 +140,6 @@ def _inputs_of(attempt: StepInputs, model: nn.Module, rank: int) -> RankInputs:
         # Any error of a user's batch: the other ranks wait for this one's answer.
         return RankInputs(without=reason_in(error) or type(error).__name__)
     return RankInputs(plain, tensors)
-
-
-def _offer(folder: Path, own: RankInputs, disk: Disk, first: bool) -> tuple[str, int]:
-    refuse_elsewhere(folder)
-    if first:
-        sweep(folder / FAILED_STEPS, disk)
-    return own.without, own.bytes
-
-
-def _too_large(size: int, most: int) -> str:
-    if size <= most:
-        return ""
-    return f"weights and batch take {numbers.size(size)}, and at most {numbers.size(most)} are kept"
 
 
 def _record(folder: Path, failed: FailedStep, model: nn.Module, without: str) -> Any:

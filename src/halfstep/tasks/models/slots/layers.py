@@ -152,8 +152,9 @@ class BroadcastDecoder(nn.Module):
 
     def __init__(self, slot_width: int, channels: int, width: int, layers: int, size: int) -> None:
         super().__init__()
-        doublings = _doublings(size, layers)
-        self.grid = size >> doublings
+        doublings, self.grid = 0, size
+        while doublings < layers and self.grid % 2 == 0 and self.grid // 2 >= SMALLEST_GRID:
+            doublings, self.grid = doublings + 1, self.grid // 2
         self.positions = Positions(slot_width)
         stack: list[nn.Module] = []
         for number in range(layers):
@@ -179,13 +180,6 @@ def blended(decoded: Tensor) -> tuple[Tensor, Tensor]:
     colors, opacity = decoded[:, :, :-1], decoded[:, :, -1:]
     shares = opacity.softmax(1)
     return (colors * shares).sum(1), shares.squeeze(2)
-
-
-def _doublings(size: int, layers: int) -> int:
-    found = 0
-    while found < layers and size % 2 == 0 and size // 2 >= SMALLEST_GRID:
-        size, found = size // 2, found + 1
-    return found
 
 
 def _even(layer: nn.ConvTranspose2d) -> nn.ConvTranspose2d:

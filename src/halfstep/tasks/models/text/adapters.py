@@ -43,13 +43,15 @@ def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageMod
     """
     require("peft", *(("bitsandbytes",) if options.base_format in QUANTIZED else ()))
     from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
 
     if options.base == NO_BASE:
         language = building.new_model(config, _stored(options.base_format))
     else:
         language = building.load_base(options.base, options.download, **_how(options.base_format, device))
     language.config.use_cache = False
-    adapter, names = options.adapter, _layer_names(language)
+    layers = (path for path, part in language.named_modules() if isinstance(part, (nn.Linear, Conv1D)))
+    adapter, names = options.adapter, list(dict.fromkeys(path.rpartition(".")[2] for path in layers))
     settings = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha or 2 * adapter.rank,
@@ -102,14 +104,6 @@ def _not_a_cast(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
-def _layer_names(language: nn.Module) -> list[str]:
-    from transformers.pytorch_utils import Conv1D
-
-    layers = (nn.Linear, Conv1D)
-    found = (name.rpartition(".")[2] for name, part in language.named_modules() if isinstance(part, layers))
-    return list(dict.fromkeys(found))
-
-
 def _refuse_unmatched(language: nn.Module, adapter: Any, known: list[str]) -> None:
     """Raise `BadRecipe` for a name that no layer has: peft is content with one that matches."""
     parts = (name.rpartition(".") for name, _ in language.named_modules())
@@ -151,17 +145,14 @@ def parts_of(model: LanguageModel, precision: Precision) -> list[PartRow]:
     kinds: dict[tuple[str, bool, str], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         part = "adapter" if "lora_" in name else "also trained" if parameter.requires_grad else "base"
-        kinds.setdefault((part, parameter.requires_grad, _format(parameter)), []).append(parameter)
+        known = format_of(parameter.dtype)
+        plain = known.name if known is not None else str(parameter.dtype).removeprefix("torch.")
+        stored = {"Params4bit": "nf4", "Int8Params": "int8"}.get(type(parameter).__name__, plain)
+        kinds.setdefault((part, parameter.requires_grad, stored), []).append(parameter)
     return [
         PartRow(part, trained, stored, computed, sum(p.nbytes for p in found))
         for (part, trained, stored), found in kinds.items()
     ]
-
-
-def _format(parameter: Tensor) -> str:
-    named = {"Params4bit": "nf4", "Int8Params": "int8"}.get(type(parameter).__name__)
-    known = format_of(parameter.dtype)
-    return named or (known.name if known is not None else str(parameter.dtype).removeprefix("torch."))
 
 
 def table(rows: Iterable[PartRow]) -> list[str]:
@@ -217,7 +208,12 @@ def base_fingerprint(name: str, known: str = "") -> str:
     Raise `BadData` if they are not those that are `known`.
     """
     total = sha256()
-    for path in base_files(name) or base_files(_downloaded(name)):
+    files = base_files(name)
+    if not files:
+        from transformers.utils import cached_file
+
+        files = base_files(os.path.dirname(str(cached_file(name, "config.json", local_files_only=True))))
+    for path in files:
         length = path.stat().st_size
         total.update(f"{path.name} {length} ".encode())
         total.update(content_digest(path, block_starts(length, length <= MOST_WHOLE)).encode())
@@ -229,12 +225,6 @@ def base_fingerprint(name: str, known: str = "") -> str:
             do=f"put the original base back at {name}",
         )
     return now
-
-
-def _downloaded(name: str) -> str:
-    from transformers.utils import cached_file
-
-    return os.path.dirname(str(cached_file(name, "config.json", local_files_only=True)))
 
 
 # -- merging ----------------------------------------------------------------------------------------------------------
