@@ -29,6 +29,7 @@ def device_facts(device: Device) -> dict[str, Any]:
     """Return the device, the versions, the flags and the settings of this process as plain data."""
     now = conditions(device.place)
     plain = {name: without_names(os.environ[name]) for name in _PLAIN if name in os.environ}
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     return {
         "device": {
             "kind": device.kind,
@@ -43,19 +44,13 @@ def device_facts(device: Device) -> dict[str, Any]:
         "versions": {
             **{name: now[name] for name in ("halfstep", "torch", "python")},
             "system": f"{platform.system()} {platform.machine()}",
-            "nccl": _nccl(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
             **{name: installed_version(name) for name in PACKAGES},
         },
         "flags": {**now["flags"], "mkldnn.available": str(torch.backends.mkldnn.is_available())},
         **{name: now[name] for name in ("threads", "cores", "load")},
         "settings": plain | {name: "set" for name in sorted(os.environ) if name.startswith(_NAMED)},
     }
-
-
-def _nccl() -> str | None:
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 _PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][^\s\\/:'\"<>|,;()]+){2,}|~(?:[\\/][^\s'\",;()]+)+")

@@ -200,8 +200,9 @@ def strayed(fp32: TrialOutcome, history: History) -> str:
         ("loss", fp32.loss, history.losses, 1, LEARNT),
         ("gradient norm", fp32.grad_norm, history.grad_norms, 5, math.sqrt(LEARNT)),
     ):
-        usual = _median(before, enough)
-        if usual is not None and abs(now) > FAR * max(usual, _first(before), learnt):
+        usable = [abs(value) for value in before if math.isfinite(value)]
+        usual = statistics.median(usable) if len(usable) >= enough else 0.0
+        if usual and abs(now) > FAR * max(usual, usable[0], learnt):
             return f"fp32 is finite, but its {what} is {number(now)}, and the median so far is {number(usual)}"
     return ""
 
@@ -284,13 +285,3 @@ def rate_evidence(history: History) -> tuple[str, ...]:
         first, last = number(history.losses[0]), number(history.losses[-1])
         found.append(f"the loss went from {first} to {last} in {len(history.losses)} steps")
     return tuple(found)
-
-
-def _median(values: Sequence[float], enough: int) -> float | None:
-    usable = [abs(value) for value in values if math.isfinite(value)]
-    usual = statistics.median(usable) if len(usable) >= enough else 0.0
-    return usual or None
-
-
-def _first(values: Sequence[float]) -> float:
-    return next((abs(value) for value in values if math.isfinite(value)), 0.0)
