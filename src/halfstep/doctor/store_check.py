@@ -119,7 +119,7 @@ def check_store(address: StoreAddress, patience: float = PATIENCE) -> StoreRepor
                 store.delete(key)
 
 
-def _median(work: Callable[[], None]) -> float:
+def _median(work: Callable[[], object]) -> float:
     times = []
     for _ in range(TIMES):
         began = time.perf_counter()

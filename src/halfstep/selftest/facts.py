@@ -59,14 +59,11 @@ _PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][^\s\\/:'\"<>|,;()]+){2,}|~(?:[\\/][^
 def without_names(text: str) -> str:
     """Return the text with only the last part of each path, and without the names of this host and this user."""
     text = _PATH.sub(lambda found: re.split(r"[\\/]", found[0])[-1], text)
-    for name, word in ((socket.gethostname(), "host"), (_user(), "user")):
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # an id without a name, as in many containers
+        user = ""
+    for name, word in ((socket.gethostname(), "host"), (user, "user")):
         if len(name) >= _SHORTEST:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", f"({word})", text)
     return text
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # an id without a name, as in many containers
-        return ""

@@ -91,17 +91,14 @@ def precision(precision: Precision, outcome: TrialOutcome, remedies: Sequence[Pr
     works = [_named(remedy) for remedy in remedies if remedy.works]
     too = [f"{works[0]} is finite", *(f"{name} is finite too" for name in works[1:])] if works else []
     happened = what_happened(outcome)
-    if not _names_format(outcome, precision.name):
+    culprit = outcome.culprit
+    # The words for the origin name the format that it computed in; those for undefined code do not.
+    names_format = (
+        culprit is not None and culprit.outside is None and not outcome.undefined and culprit.format == precision.name
+    )
+    if not names_format:
         happened += f" in {precision}"
     return f"precision: {'; '.join([happened, *([', '.join(too)] if too else []), *_wrap(outcome.culprit)])}"
-
-
-def _names_format(outcome: TrialOutcome, format: str) -> bool:
-    """Return whether the words for the origin say that it computed in this format; those for undefined code do not."""
-    culprit = outcome.culprit
-    if culprit is None or culprit.outside is not None or outcome.undefined:
-        return False
-    return culprit.format == format
 
 
 def not_helping(remedies: Sequence[ProposedRemedy]) -> tuple[str, ...]:

@@ -217,15 +217,13 @@ def _why(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.runner_up:
         yield "runner-up", f"{plan.runner_up.name}: {plan.why_not}"
     if plan.growth_ended:
-        yield "larger batch", f"{_growth(plan.growth) if plan.growth else 'none'}; {plan.growth_ended}"
-
-
-def _growth(growth: Growth) -> str:
-    return (
-        f"{growth.setting.batch} samples: {growth.speed.speedup:.2f}x by samples; learning rate "
-        f"{growth.learning_rate:.3g} ({growth.rule}), {growth.warmup_steps} updates of warm-up, "
-        f"{growth.note}"
-    )
+        growth, larger = plan.growth, "none"
+        if growth:
+            larger = (
+                f"{growth.setting.batch} samples: {growth.speed.speedup:.2f}x by samples; learning rate "
+                f"{growth.learning_rate:.3g} ({growth.rule}), {growth.warmup_steps} updates of warm-up, {growth.note}"
+            )
+        yield "larger batch", f"{larger}; {plan.growth_ended}"
 
 
 def _ladder(plan: Plan) -> Table:
