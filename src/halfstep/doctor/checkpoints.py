@@ -174,16 +174,13 @@ def _of_pickle(path: Path, name: str) -> Iterator[LocatedFinding]:
     if narrow:
         yield _in_16_bits(name, narrow, len(weights), "warning" if optimizers else "note")
     asked = _fp16_setting(_without(root, optimizers))
-    if optimizers and asked is not None and not any(_is_scaler(key) for key in root):
+    has_scaler = any(isinstance(key, str) and (key in _SCALERS or "scaler" in key.lower()) for key in root)
+    if optimizers and asked is not None and not has_scaler:
         yield _no_scaler(name, optimizers[0], f"it says {asked}")
 
 
 def _without(root: Mapping[Any, Any], keys: list[str]) -> dict[Any, Any]:
     return {key: value for key, value in root.items() if key not in keys}
-
-
-def _is_scaler(key: object) -> bool:
-    return isinstance(key, str) and (key in _SCALERS or "scaler" in key.lower())
 
 
 def _fp16_setting(root: Any) -> str | None:

@@ -127,15 +127,14 @@ def _stated(project: Project, run: ProjectRun) -> Iterator[Stated]:
         if source.kind == "launch" and run.launch:
             for words in commands(text):
                 if words and words[0].line == run.launch.line:
-                    yield from (Stated(_bare(key), v, source.place, word.line) for key, v, word in pairs(words))
+                    yield from (
+                        Stated(key.lstrip("-").replace("-", "_"), v, source.place, word.line)
+                        for key, v, word in pairs(words)
+                    )
         elif source.kind == "code":
             yield from (Stated(s.key, s.value, source.place, s.line) for s in source.training)
         elif text:
             yield from _in_file(source.place, text)
-
-
-def _bare(key: str) -> str:
-    return key.lstrip("-").replace("-", "_")
 
 
 def _in_file(place: str, text: str) -> Iterator[Stated]:

@@ -132,7 +132,7 @@ def make_agree(
     """
     wanted = precision_to_fix(precision)
     given = [path for path in (recipe, accelerate, deepspeed) if path is not None]
-    before = {path: recipe_text(path if path == recipe else _as_path(path))[1] for path in given}
+    before = {path: recipe_text(path if path == recipe or is_path(path) else f"./{path}")[1] for path in given}
     texts, changes = dict(before), []  # type: dict[str, str], list[Edit]
     for _ in range(_MOST):
         sources = read_sources(recipe, accelerate, deepspeed, variables, texts)
@@ -156,10 +156,6 @@ def make_agree(
         allowed="files whose settings can be made to agree",
         do="halfstep doctor without --fix names them",
     )
-
-
-def _as_path(path: str) -> str:
-    return path if is_path(path) else f"./{path}"
 
 
 def _check_precision(verdict: SettingsVerdict, wanted: str) -> None:

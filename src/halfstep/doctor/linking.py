@@ -139,7 +139,11 @@ def runs_of(project: Project, environment: SettingSource) -> list[ProjectRun]:
     runs = [_launched(launch, by_place) for launch in launched[:MOST_RUNS]]
     told = {source.place for run in runs for source in run.sources}
     runs += _started_by_hand(by_place, told) if not runs else []
-    loose = _loose(project, {source.place for run in runs for source in run.sources})
+    # The files of known programs that nothing names, where each is the only one of its kind in the project.
+    told = {source.place for run in runs for source in run.sources}
+    known = [*project.sources, *(launch.source for launch in project.launches if not launch.launcher)]
+    kinds = [source.kind for source in known]
+    loose = [s for s in known if s.place not in told and s.kind != "code" and kinds.count(s.kind) == 1 and s.precision]
     if not runs:
         runs = _configurations_alone(loose, by_place)
         loose = []
@@ -195,28 +199,19 @@ def closure(names: Iterable[str], place: str, by_place: Places) -> list[SettingS
     return list(found.values())
 
 
-def _loose(project: Project, told: set[str]) -> list[SettingSource]:
-    """Return the files of known programs that nothing names, where each is the only one of its kind in the project."""
-    variables = [launch.source for launch in project.launches if not launch.launcher]
-    loose = [s for s in (*project.sources, *variables) if s.place not in told and s.kind != "code"]
-    kinds = [source.kind for source in (*project.sources, *variables)]
-    return [source for source in loose if kinds.count(source.kind) == 1 and source.precision]
-
-
 def _configurations_alone(loose: Sequence[SettingSource], by_place: Places) -> list[ProjectRun]:
     """Return the runs of a project without a launch line and without a script that decides a precision."""
     scattered = [s for s in by_place.sources if s not in loose and s.kind != "code"]
     named = _named_by_others(scattered, by_place)
     roots = [s for s in scattered if s.place not in named]
     alone = [[root, *_others(root, by_place)] for root in roots[:MOST_RUNS]] or [[]]
-    return [
-        ProjectRun(_start([*members, *loose]), [*members, *(s for s in loose if s not in members)]) for members in alone
-    ]
-
-
-def _start(sources: Sequence[SettingSource]) -> str:
-    # Without a launch line, a file of accelerate is taken for what it is there for.
-    return ACCELERATE if any(source.kind == "accelerate" for source in sources) else PYTHON
+    runs = []
+    for members in alone:
+        sources = [*members, *(s for s in loose if s not in members)]
+        # Without a launch line, a file of accelerate is taken for what it is there for.
+        start = ACCELERATE if any(source.kind == "accelerate" for source in sources) else PYTHON
+        runs.append(ProjectRun(start, sources))
+    return runs
 
 
 def _with_loose(run: ProjectRun, loose: Sequence[SettingSource], environment: SettingSource) -> ProjectRun:

@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from halfstep import numbers
@@ -43,7 +43,13 @@ class MachineFacts:
 def check_machine(machine: MachineFacts, build: Build | None = None) -> list[Finding]:
     """Return findings on the machine, and on torch's build where that is given."""
     about_build = check_build(build) if build is not None else []
-    return [*about_build, *check_shared_memory(machine.shared_memory), *_known_bad(machine)]
+    found = [*about_build, *check_shared_memory(machine.shared_memory)]
+    for entry in known_bad():
+        where = _applies(entry, machine)
+        if where is not None:
+            sources = ", ".join(entry["sources"])
+            found.append(Finding(entry["id"], entry["severity"], f"{where}: {entry['what']} ({sources})", entry["fix"]))
+    return found
 
 
 def check_shared_memory(size: int | None, workers: int | None = None, batch: int | None = None) -> list[Finding]:
@@ -79,14 +85,6 @@ def is_version_within(version: str, ranges: str) -> bool:
         if not holds.get(sign, release == other):
             return False
     return True
-
-
-def _known_bad(machine: MachineFacts) -> Iterator[Finding]:
-    for entry in known_bad():
-        where = _applies(entry, machine)
-        if where is not None:
-            sources = ", ".join(entry["sources"])
-            yield Finding(entry["id"], entry["severity"], f"{where}: {entry['what']} ({sources})", entry["fix"])
 
 
 def _applies(entry: KnownBad, machine: MachineFacts) -> str | None:

@@ -88,14 +88,11 @@ def _walk(root: Path) -> Iterator[str]:
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in SKIPPED and not name.endswith(".egg-info"))
         own = Path(folder).relative_to(root).as_posix()
-        for name in sorted(filter(_wanted, files)):
+        wanted = [name for name in files if _suffix(name) in _WANTED and name not in _NOT_A_CONFIGURATION]
+        for name in sorted(wanted):
             path = os.path.join(folder, name)
             if not os.path.islink(path) or Path(path).resolve().is_relative_to(inside):
                 yield f"{own}/{name}" if own != "." else name
-
-
-def _wanted(name: str) -> bool:
-    return _suffix(name) in _WANTED and name not in _NOT_A_CONFIGURATION
 
 
 def _suffix(name: str) -> str:

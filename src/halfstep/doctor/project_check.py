@@ -14,7 +14,7 @@ from halfstep.doctor.project import Project, read_project
 from halfstep.doctor.project_page import SEVERAL, FileCounts, ProjectReport, ProjectStatus, RunReport
 from halfstep.doctor.repairs import edits_for, line_for
 from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource
-from halfstep.doctor.settings_page import Conflict, PrecisionStatus
+from halfstep.doctor.settings_page import Conflict
 from halfstep.doctor.sources import NOT_GIVEN, from_environment
 from halfstep.doctor.sources.reading import LIGHTNING_TRUE
 from halfstep.finding import Finding, Severity
@@ -47,7 +47,9 @@ def examine_project(
     found = [*read, *_not_read(project), *_unknown_words(project), *_own_words(project)]
     found += [f for run in runs for f in _of_run(project, run)]
     for run in runs:
-        notes = default_file_note(variables) if _takes_the_default(run) else []
+        # `accelerate launch` reads the file in its own place then, which is outside of the project.
+        has_no_file = run.start == ACCELERATE and not any(source.kind == "accelerate" for source in run.sources)
+        notes = default_file_note(variables) if run.launch is not None and has_no_file else []
         fix = "name the file that is meant: accelerate launch --config_file FILE"
         found += [replace(_located(note, run), fix=fix) for note in notes]
     unique = {(f.id, f.file, f.line, f.evidence): f for f in found}
@@ -160,11 +162,6 @@ def _of_run(project: Project, run: ProjectRun) -> Iterator[LocatedFinding]:
 
 def _without_edits(finding: LocatedFinding) -> LocatedFinding:
     return replace(finding, edits=())
-
-
-def _takes_the_default(run: ProjectRun) -> bool:
-    """Return whether `accelerate launch` reads the file in its own place, which is outside of the project."""
-    return run.launch is not None and run.start == ACCELERATE and not any(s.kind == "accelerate" for s in run.sources)
 
 
 def _verdict(run: ProjectRun, rows: Sequence[Provenance]) -> SettingsVerdict:
@@ -328,10 +325,14 @@ def status_of_project(runs: Sequence[ProjectRun], findings: Iterable[LocatedFind
     if len(precisions) > 1 and not disputed:
         each = "; ".join(f"{v.precision} ({name})" for name, v in verdicts.items() if v.precision)
         status = replace(status, precision=SEVERAL, amp=each, fp16="as above")
+    final = status.final
+    if errors:
+        fix = "--fix shows the patch" if all(finding.edits for finding in errors) else "the fix is below each"
+        final = f"not ready: {several(len(errors), 'error')}; {fix}"
     ids = {finding.id for finding in errors}
     known = next((words for name, words in _REASONS.items() if name in ids), "")
     return ProjectStatus(
-        **{**vars(status), "aligned": not errors, "final": _final(errors, status)},
+        **{**vars(status), "aligned": not errors, "final": final},
         unresolved=sum(setting.means == UNRESOLVED for setting in settings),
         reason=known if errors else "",
         errors=len(errors),
@@ -351,11 +352,3 @@ def precisions_of(runs: Sequence[ProjectRun]) -> set[str]:
     """Return the precisions of all runs whose settings decide one."""
     found = (_verdict(run, run.provenance()).precision for run in runs)
     return {precision for precision in found if precision is not None}
-
-
-def _final(errors: Sequence[LocatedFinding], status: PrecisionStatus) -> str:
-    if not errors:
-        return status.final
-    count = several(len(errors), "error")
-    fixable = all(finding.edits for finding in errors)
-    return f"not ready: {count}; {'--fix shows the patch' if fixable else 'the fix is below each'}"

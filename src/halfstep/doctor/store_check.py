@@ -16,7 +16,7 @@ from halfstep.numbers import several
 from halfstep.page import Command, Page, Pairs, Paragraph, Span, Text
 from halfstep.store.address import StoreAddress, parse_address
 from halfstep.store.failures import NO_RANGES
-from halfstep.store.objects import ObjectFacts, Store
+from halfstep.store.objects import Store
 
 PATIENCE = 20.0
 """Seconds for which a failing request is repeated: a person waits for the answer."""
@@ -104,7 +104,7 @@ def check_store(address: StoreAddress, patience: float = PATIENCE) -> StoreRepor
         facts = store.size_and_tag(key)
         if facts is not None:
             found = replace(found, clock_skew=(facts.modified - before).total_seconds())
-            seconds = _median(lambda: _read(store, key, facts))
+            seconds = _median(lambda: store.read(key, RANGE // 2, RANGE, facts.tag))
             found = replace(found, answers_ranges=True, read_seconds=seconds)
         found = replace(found, honours_conditions=store.honors_conditions())
         store.delete(key)  # without the right to remove objects, old checkpoints would stay
@@ -119,11 +119,7 @@ def check_store(address: StoreAddress, patience: float = PATIENCE) -> StoreRepor
                 store.delete(key)
 
 
-def _read(store: Store, key: str, facts: ObjectFacts) -> None:
-    store.read(key, RANGE // 2, RANGE, facts.tag)
-
-
-def _median(work: Callable[[], None]) -> float:
+def _median(work: Callable[[], object]) -> float:
     times = []
     for _ in range(TIMES):
         began = time.perf_counter()

@@ -69,7 +69,9 @@ def _cell(share: float, right: bool, side: int, numbered: bool) -> Array:
     if numbered and not missing and share >= 0.0005:
         # Two significant digits: 10 and more without a decimal, less with one; 9.95 would round up to 10.0.
         text = f"{100 * share:.0f}" if share >= 0.0995 else f"{100 * share:.1f}"
-        _put(cell, words(text, TEXT, side, PAPER if strength > 0.6 else INK, color))
+        written = words(text, TEXT, side, PAPER if strength > 0.6 else INK, color)
+        top, left = ((outer - inner) // 2 for outer, inner in zip(cell.shape[:2], written.shape[:2], strict=True))
+        cell[max(top, 0) : max(top, 0) + written.shape[0], left : left + written.shape[1]] = written
     return cell
 
 
@@ -94,8 +96,3 @@ def _label(name: str, wide: int, high: int) -> Array:
     top = max(0, (high - text.shape[0]) // 2)
     field[top : top + text.shape[0], wide - text.shape[1] :] = text[: high - top]
     return field
-
-
-def _put(cell: Array, text: Array) -> None:
-    top, left = ((outer - inner) // 2 for outer, inner in zip(cell.shape[:2], text.shape[:2], strict=True))
-    cell[max(top, 0) : max(top, 0) + text.shape[0], left : left + text.shape[1]] = text

@@ -84,17 +84,14 @@ def words(text: str, size: int, width: int, color: Color = INK, background: Colo
     """Draw one line of text, at most `width` wide, as a picture of the text's own width."""
     line = _drawable(shortened(text, size, width), size)
     image = Image.new("RGB", (max(1, min(width, width_of(line, size) + 1)), line_height(size)), background)
-    ImageDraw.Draw(image).text((0, line_height(size) // 2), line, fill=color, font=font(size), anchor=_anchor(size))
+    anchor = "lm" if isinstance(font(size), ImageFont.FreeTypeFont) else None
+    ImageDraw.Draw(image).text((0, line_height(size) // 2), line, fill=color, font=font(size), anchor=anchor)
     return np.asarray(image)
 
 
 def line_height(size: int) -> int:
     """Return the height of a line in pixels."""
     return round(size * 1.4)
-
-
-def _anchor(size: int) -> str | None:
-    return "lm" if isinstance(font(size), ImageFont.FreeTypeFont) else None
 
 
 def _drawable(text: str, size: int) -> str:

@@ -46,7 +46,9 @@ def sheet(
 ) -> Array:
     """Draw all entries as one picture, at most WIDTH wide; `figures` are placed above them unchanged."""
     inner = WIDTH - 2 * MARGIN
-    body = _cards(entries, inner) if _are_cards(entries) else _rows(entries, inner)
+    first = [next(iter(entry.panels.values())) for entry in entries if len(entry.panels) == 1]
+    are_cards = len(first) == len(entries) and all(p.shape[1] < WIDE * p.shape[0] for p in first)
+    body = _cards(entries, inner) if are_cards else _rows(entries, inner)
     body = [*figures, blank(GAP, 1), *body] if figures else body
     top = [words(heading, TITLE, inner)] if heading else []
     top += [words(note, TEXT, inner, PALE)] if note else []
@@ -61,11 +63,6 @@ def single_picture(entry: PicturedSample, legend: Sequence[tuple[str, Color]]) -
     picture = fitted(given, inner, max(LARGEST // 2, min(LARGEST, given.shape[0])))
     wide = max(picture.shape[1], LEAST)
     return _framed(in_column([words(entry.caption, TEXT, wide), picture, _legend(legend, wide)]))
-
-
-def _are_cards(entries: Sequence[PicturedSample]) -> bool:
-    first = [next(iter(entry.panels.values())) for entry in entries if len(entry.panels) == 1]
-    return len(first) == len(entries) and all(p.shape[1] < WIDE * p.shape[0] for p in first)
 
 
 def _rows(entries: Sequence[PicturedSample], inner: int) -> list[Array]:

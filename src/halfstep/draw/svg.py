@@ -98,14 +98,14 @@ def _curves(chart: Curves) -> Figure:
     inside += [*_hovers(points, across, chart), *marks]
     names = ", ".join(curve.name for curve, *_ in points)
     label = f"{chart.title}: {names}" + (f", {len(marks)} marks of skipped steps" if marks else "")
-    legend = [(_swatch(curve), curve.name) for curve, *_ in points] if len(points) > 1 else []
+    legend = (
+        [(f'<line x1="1" y1="5" x2="21" y2="5" class="{_line_class(curve)}"/>', curve.name) for curve, *_ in points]
+        if len(points) > 1
+        else []
+    )
     if marks:
         legend.append(('<path class="skip" d="M11 1 15.5 9H6.5z"/>', "skipped step"))
     return Figure(chart.title, "", [FigureRow("\n".join(inside), HEIGHT, label, width=WIDTH)], legend)
-
-
-def _swatch(curve: Curve) -> str:
-    return f'<line x1="1" y1="5" x2="21" y2="5" class="{_line_class(curve)}"/>'
 
 
 def _line_class(curve: Curve) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.errors import Diverged, check_same_keys, unknown_name
@@ -146,7 +146,9 @@ class Guardian:
         # Reading a tensor would wait for the device.
         self._rate = rate if isinstance(rate, (float, int)) else None
         if self._above:
-            self._spike.rate_jumped = _learning_rate_jumped(self.history().rates, self._rate)
+            rates = self.history().rates
+            # The maximum also counts the past: one large step is enough, even if the learning rate is normal again.
+            self._spike.rate_jumped = bool(rates) and max(self._rate or 0.0, *rates) > JUMP * statistics.median(rates)
         elif self.mode == "repair":
             self._snapshot.take_if_due(self.limits.keep_every)
         return True
@@ -350,12 +352,6 @@ class Guardian:
         self._streaks = _streaks(state["streaks"])
         self._diagnoser.load_state_dict(state["diagnoser"])
         self._applied_since_failure, self._rollbacks = int(state["applied_since_failure"]), int(state["rollbacks"])
-
-
-def _learning_rate_jumped(rates: Sequence[float], now: float | None) -> bool:
-    """Return whether the learning rate is far above that of the last steps, or was recently."""
-    # The maximum also counts the past: one large step is enough, even if the learning rate is normal again.
-    return bool(rates) and max(now or 0.0, *rates) > JUMP * statistics.median(rates)
 
 
 def _in_words(notice: Notice) -> str:

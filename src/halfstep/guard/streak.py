@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from halfstep.errors import WrongUse, unknown_name
 from halfstep.formats import FP32
 from halfstep.guard.verdict import CODE, DATA, DIVERGENCE, NOT_REPRODUCIBLE, PRECISION, STATE, WARM_UP, Verdict
-from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, OptimizerReport, StepReport
+from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, StepReport
 
 Spikes = Literal["off", "warn", "refuse"]
 
@@ -217,7 +217,12 @@ class ScaleCollapse:
 
         `scales` are the loss scales after the step. A scale that does not fall will overflow again.
         """
-        overflowed = {name: part for name, part in report.parts.items() if _overflowed(part)}
+        # `not <=` instead of `>`: a NaN norm is an overflow too.
+        overflowed = {
+            name: part
+            for name, part in report.parts.items()
+            if math.isfinite(part.loss) and not part.grad_norm <= FP32.largest
+        }
         falling = {name for name, part in overflowed.items() if scales[name] < part.loss_scale}
         for name in falling:
             self._falls[name] = self._falls.get(name, 0) + 1
@@ -248,8 +253,3 @@ class ScaleCollapse:
         """Restore the state from `state_dict()`."""
         self._falls = {str(name): int(falls) for name, falls in state["falls"].items()}
         self._collapsed = int(state["collapsed"])
-
-
-def _overflowed(part: OptimizerReport) -> bool:
-    # `not <=` instead of `>`: a NaN norm is an overflow too.
-    return math.isfinite(part.loss) and not part.grad_norm <= FP32.largest

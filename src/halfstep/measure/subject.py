@@ -168,14 +168,6 @@ def _own_code(text: str, passes: Callable[[BaseException], bool] = lambda _: Fal
         ) from error
 
 
-def _is_missing(module_name: str) -> Callable[[BaseException], bool]:
-    def is_missing(error: BaseException) -> bool:
-        # Only the named module and its parents: a failing import inside the user's module is the user's error.
-        return isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
-
-    return is_missing
-
-
 def _line_of(error: Exception) -> str:
     """Return file:line of the deepest frame outside torch, the standard library and halfstep."""
     if isinstance(error, SyntaxError):
@@ -189,8 +181,13 @@ def _imported(text: str) -> Callable[[], Any]:
     module_name, _, path = text.partition(":")
     if "" not in sys.path and "." not in sys.path:
         sys.path.insert(0, "")  # the current folder: a console script does not have it on its path
+
+    def is_missing(error: BaseException) -> bool:
+        # Only the named module and its parents: a failing import inside the user's module is the user's error.
+        return isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+
     try:
-        with _own_code(text, passes=_is_missing(module_name)):
+        with _own_code(text, passes=is_missing):
             found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise WrongUse(

@@ -261,17 +261,14 @@ def survival(
     if format_name not in _FP8 or not judged.reference_is_finite:
         return as_is
     scaled = judged.survival(format_name, partial(_FP8[format_name], factor=over_the_whole_range))
+    apart = "" if scaled.gradient_error is None else f" (gradients differ by {scaled.gradient_error:.0%})"
+    sentence = f"with a scale for each tensor it {'survives' if scaled.survives else 'does not'}{apart}"
     return replace(
         as_is,
-        verdict=f"{as_is.verdict}; {_scaled_sentence(scaled)}",
+        verdict=f"{as_is.verdict}; {sentence}",
         do=(_SCALE_EACH, *as_is.do) if scaled.survives and not as_is.survives else as_is.do,
         scaled=scaled,
     )
-
-
-def _scaled_sentence(scaled: Survival) -> str:
-    apart = "" if scaled.gradient_error is None else f" (gradients differ by {scaled.gradient_error:.0%})"
-    return f"with a scale for each tensor it {'survives' if scaled.survives else 'does not'}{apart}"
 
 
 class _Judged:
@@ -361,7 +358,9 @@ class _Judged:
             return f"does not: its gradients differ from fp32's by {error:.0%}, bf16's by {self._bf16_error:.0%}"
         if isinstance(outcome.rounding, RoundedOperands):
             return f"survives; its gradients differ from fp32's by {error or 0.0:.1%}, bf16's by {self._bf16_error:.1%}"
-        return f"survives; {_headroom(outcome)}, {_vanishing(outcome)}"
+        share = ranges.total(BACKWARD).underflow_share
+        at = f" at a loss scale of {outcome.scale:.0f}" if outcome.scale != 1.0 else ""
+        return f"survives; {_headroom(outcome)}, {share:.1%} of gradients vanish{at}"
 
     def _islands(self, name: str, make: MakeEmulator, event: Event | None) -> list[str]:
         """Return the smallest part of the model that is a remedy when kept in fp32; empty if none is."""
@@ -424,10 +423,3 @@ def _headroom(outcome: EmulatedStep) -> str:
     if not modules:
         return "nothing was rounded"
     return f"{modules[0].headroom_bits:.1f} bits of headroom in {modules[0].module}"
-
-
-def _vanishing(outcome: EmulatedStep) -> str:
-    assert outcome.rounding is not None
-    share = outcome.rounding.ranges.total(BACKWARD).underflow_share
-    at = f" at a loss scale of {outcome.scale:.0f}" if outcome.scale != 1.0 else ""
-    return f"{share:.1%} of gradients vanish{at}"

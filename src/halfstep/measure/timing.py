@@ -168,12 +168,10 @@ class _Running(Generic[Name]):
 
     def speed(self, name: Name) -> Speed | None:
         both = [times for times in self._turns if name in times]
-        return _speed(both, name, self._baseline) if both else None
-
-
-def _speed(rounds: list[dict[Name, float]], name: Name, baseline: Name) -> Speed:
-    # Ratios within a turn first, then their median: what slows the machine down in a turn cancels out.
-    each = [times[baseline] / times[name] for times in rounds]
-    low, high = clock.median_interval(each)
-    own = statistics.median(times[name] for times in rounds)
-    return Speed(own, statistics.median(each), low, high, len(each))
+        if not both:
+            return None
+        # Ratios within a turn first, then their median: what slows the machine down in a turn cancels out.
+        each = [times[self._baseline] / times[name] for times in both]
+        low, high = clock.median_interval(each)
+        own = statistics.median(times[name] for times in both)
+        return Speed(own, statistics.median(each), low, high, len(each))

@@ -122,19 +122,15 @@ class Ranges:
         return total
 
 
-def _limit(format: Format) -> float:
-    """Return the value beyond which rounding overflows, also in formats without inf, whose cast saturates."""
-    # The spacing at the end of the format; values up to half of it beyond the end still round to the largest number.
-    step = format.epsilon * 2.0 ** math.floor(math.log2(format.largest))
-    return format.largest + step / 2
-
-
 @torch.no_grad()
 def _range_of(rounded: RoundedTensor) -> tuple[Range, float, bool]:
     """Return the range, the largest value that did not fit, and whether all values were finite before."""
     size, after = rounded.wide.detach().abs(), rounded.after.detach()
     finite = size.isfinite()
-    lost = finite & (~after.isfinite() | (size > _limit(rounded.format)))
+    # The spacing at the end of the format; values up to half of it beyond the end still round to the largest number.
+    # Larger ones overflow, also in formats without inf, whose cast saturates.
+    step = rounded.format.epsilon * 2.0 ** math.floor(math.log2(rounded.format.largest))
+    lost = finite & (~after.isfinite() | (size > rounded.format.largest + step / 2))
     nothing = torch.zeros((), dtype=size.dtype, device=size.device)
     # Stacked, so that the device is read once.
     counts = torch.stack([
@@ -301,7 +297,9 @@ class RoundedOperands(FormatEmulator):
 
     @torch.no_grad()
     def _operand(self, operand: Tensor, dim: int) -> Tensor:
-        reference, backward = StorageWeakRef(operand.untyped_storage()), _in_backward()
+        reference = StorageWeakRef(operand.untyped_storage())
+        # A forward that is recomputed inside backward is not part of it.
+        backward = torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
         if not backward:
             self._from_forward.setdefault(reference.cdata, reference)
         # In backward, forward's operands meet the gradients. They have forward's format, and were counted there.
@@ -357,11 +355,6 @@ def _in_e2m1(tensor: Tensor, *, at_random: bool) -> Tensor:
     steps = tensor / step
     steps = (steps + torch.rand_like(steps)).floor() if at_random else steps.round()
     return (steps * step).clamp(-NVFP4.largest, NVFP4.largest)
-
-
-def _in_backward() -> bool:
-    """Return whether backward is running, and not a forward that is recomputed inside it."""
-    return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
 
 
 def _computes(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> bool:

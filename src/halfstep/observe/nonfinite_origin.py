@@ -224,7 +224,9 @@ class NonfiniteOrigins:
         parents = self._parents(operation, inputs)
         guilty = tuple(made for made in parents if not made.on_purpose)
         meant = frozenset[str]().union(*(made.kinds for made in parents if made.on_purpose))
-        on_purpose = not guilty and NAN not in kinds and (kinds <= meant or _asks_for_infinity(operation))
+        leaves = pytree.tree_leaves((operation.arguments, dict(operation.keywords)))
+        asked = any(isinstance(leaf, float) and math.isinf(leaf) for leaf in leaves)
+        on_purpose = not guilty and NAN not in kinds and (kinds <= meant or asked)
         made = Made(
             self.order,
             str(_packet(operation)),
@@ -438,8 +440,3 @@ def written_by(operation: Operation) -> list[Tensor]:
         return []
     given = {**dict(zip((a.name for a in taken), operation.arguments, strict=False)), **operation.keywords}
     return _tensors([given.get(a.name) for a in taken if a.alias_info is not None and a.alias_info.is_write])
-
-
-def _asks_for_infinity(operation: Operation) -> bool:
-    leaves = pytree.tree_leaves((operation.arguments, dict(operation.keywords)))
-    return any(isinstance(leaf, float) and math.isinf(leaf) for leaf in leaves)

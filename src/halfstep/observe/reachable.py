@@ -81,7 +81,11 @@ def reachable(*roots: Any) -> Iterator[tuple[str, Any]]:
         yield name, thing
         if depth == _DEEPEST or isinstance(thing, _ENDS):
             continue
-        for step, item in _inside(thing):
+        try:
+            items = list(islice(_items(thing), _LONGEST))
+        except Exception:  # a user's class may raise on access
+            continue
+        for step, item in items:
             if id(item) not in seen and not isinstance(item, (int, float, str, bytes, type(None))):
                 seen.add(id(item))
                 left.append((f"{name}{step}" if name else step.lstrip("."), item, depth + 1))
@@ -121,13 +125,6 @@ def closure_of(function: Any) -> dict[str, object]:
 def generators_in(*roots: Any) -> list[torch.Generator]:
     """Return the random number generators that these lead to, such as those of a loss function or a data set."""
     return [thing for _, thing in reachable(*roots) if isinstance(thing, torch.Generator)]
-
-
-def _inside(thing: Any) -> list[tuple[str, Any]]:
-    try:
-        return list(islice(_items(thing), _LONGEST))
-    except Exception:  # a user's class may raise on access
-        return []
 
 
 def _items(thing: Any) -> Iterator[tuple[str, Any]]:

@@ -164,7 +164,8 @@ def extended(recipe: Any, before: SavedRun, rewarm: bool) -> Any:
     Raises FolderTaken if nothing is added, if the run would become shorter, or if it would stop early again.
     """
     earlier, asked = before.extensions, (recipe.train.epochs, recipe.train.steps)
-    patient = before.ended_early and _is_more(recipe.evaluate.patience, before.patience)
+    patience, least = recipe.evaluate.patience, before.patience
+    patient = before.ended_early and (patience is None or (least is not None and patience > least))
     if before.ended_early and not patient:
         raise _impatient(before)
     if asked != before.length:
@@ -215,10 +216,6 @@ def is_longer(asked: tuple[int | None, int | None], than: tuple[int | None, int 
     """
     pairs = [(now, then) for now, then in zip(asked, than, strict=True) if now is not None and then is not None]
     return pairs[0][0] > pairs[0][1] if pairs else None
-
-
-def _is_more(patience: int | None, than: int | None) -> bool:
-    return patience is None or (than is not None and patience > than)
 
 
 def _refuse_shorter(asked: tuple[int | None, int | None], before: SavedRun) -> None:

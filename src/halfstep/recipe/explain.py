@@ -88,7 +88,9 @@ def markdown(schemas: Mapping[str, Json], shipped: Sequence[Shipped]) -> str:
     """Return the reference page of all settings as Markdown."""
     tables = {task: rows(schema) for task, schema in schemas.items()}
     common = [row for row in next(iter(tables.values()), []) if row.key.partition(".")[0] not in OWN_SECTIONS]
-    parts = [_INTRODUCTION, "## Recipes that ship with halfstep", _recipes_table(shipped), "## Settings of every task"]
+    lines = ["| recipe | task | purpose |", "|---|---|---|"]
+    lines += [f"| `{one.name}` | {one.task} | {_cell(one.about)} |" for one in shipped]
+    parts = [_INTRODUCTION, "## Recipes that ship with halfstep", "\n".join(lines), "## Settings of every task"]
     parts.append(_table(common))
     for task, found in tables.items():
         own = [row for row in found if row.key.partition(".")[0] in OWN_SECTIONS]
@@ -176,11 +178,6 @@ def _table(found: Sequence[SettingRow]) -> str:
         also = " ".join(f"`{flag}`" for flag in row.flags)
         lines.append(f"| `{row.key}` | {_cell(row.allowed)} | {_cell(row.default)} | {_cell(row.doc)} | {also} |")
     return "\n".join(lines)
-
-
-def _recipes_table(shipped: Sequence[Shipped]) -> str:
-    lines = ["| recipe | task | purpose |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| `{one.name}` | {one.task} | {_cell(one.about)} |" for one in shipped)])
 
 
 def _cell(text: str) -> str:

@@ -135,7 +135,14 @@ def in_words(node: Json) -> str:
         return _either([in_words(option) for option in node["anyOf"]])
     kind = "object" if "$ref" in node else node.get("type")
     if kind in ("integer", "number"):
-        return " ".join(["a whole number" if kind == "integer" else "a number", *_limits(node)])
+        words = {
+            "exclusiveMinimum": "above",
+            "minimum": "of at least",
+            "exclusiveMaximum": "below",
+            "maximum": "at most",
+        }
+        limits = " and ".join(f"{word} {node[limit]:g}" for limit, word in words.items() if limit in node)
+        return f"{'a whole number' if kind == 'integer' else 'a number'} {limits}".rstrip()
     if kind == "array":
         return f"a list of {in_words(node.get('items', {}))}"
     return {"boolean": "true or false", "string": "text", "null": "null", "object": "keys with values"}.get(
@@ -172,12 +179,6 @@ def _setting(key: str, node: Json, required: bool) -> RecipeField:
         refused=node.get(REFUSED, {}),
         is_list_of_text=node.get("type") == "array" and node.get("items", {}).get("type") == "string",
     )
-
-
-def _limits(node: Json) -> list[str]:
-    names = {"exclusiveMinimum": "above", "minimum": "of at least", "exclusiveMaximum": "below", "maximum": "at most"}
-    limits = [f"{word} {node[limit]:g}" for limit, word in names.items() if limit in node]
-    return [" and ".join(limits)] if limits else []
 
 
 def _either(options: list[str]) -> str:

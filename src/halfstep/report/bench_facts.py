@@ -55,17 +55,16 @@ class BenchFacts:
         bench = self.bench
         settings = " ".join(bench.settings) or "the recipe's own"
         known = [("Subject", bench.name), ("Settings", settings), ("Seeds", ", ".join(map(str, bench.seeds)))]
-        provenance = Pairs((*known, *_conditions(bench.conditions)))
+        listed = {
+            key: ", ".join(f"{name} {inner}" for name, inner in fields(value).items())
+            for key, value in bench.conditions.items()
+        }
+        conditions = [
+            (key.capitalize(), listed[key] or setting(value) or "none") for key, value in bench.conditions.items()
+        ]
+        provenance = Pairs((*known, *conditions))
         blocks = (Paragraph(self.verdict), *bench.page().blocks, Heading("Provenance"), provenance)
         return Page(self.label, blocks, str(self.file))
-
-
-def _conditions(found: Conditions) -> list[tuple[str, str]]:
-    """Return the conditions of a measurement in words."""
-    listed = {
-        key: ", ".join(f"{name} {inner}" for name, inner in fields(value).items()) for key, value in found.items()
-    }
-    return [(key.capitalize(), listed[key] or setting(value) or "none") for key, value in found.items()]
 
 
 def bench_from(plain: Mapping[str, Any], file: Path) -> BenchFacts:

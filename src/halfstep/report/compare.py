@@ -128,11 +128,6 @@ def _row(name: str, run: RunFacts) -> list[str]:
     ]
 
 
-def _kind(run: RunFacts) -> tuple[tuple[str, str], ...]:
-    """Return the settings that runs of one kind share: all but the seed and their places."""
-    return tuple((k, v) for k, v in sorted(run.recipe.items()) if k != SEED and not k.startswith(_ASIDE))
-
-
 def _judge(named: list[tuple[str, RunFacts]]) -> Judgment:
     metrics = {run.metric for _, run in named}
     if len(metrics) > 1:
@@ -152,15 +147,18 @@ def _arms(named: list[tuple[str, RunFacts]]) -> tuple[Arms, list[str]]:
     notes = []
     for name, run in named:
         if run.state.word == FINISHED and known(run.final):
-            kinds.setdefault(_kind(run), []).append((name, run))
+            # Runs of one kind share these: all but the seed and their places.
+            settings = tuple((k, v) for k, v in sorted(run.recipe.items()) if k != SEED and not k.startswith(_ASIDE))
+            kinds.setdefault(settings, []).append((name, run))
         else:
             why = "it has no result" if run.state.word == FINISHED else f"it is {run.state.word}"
             notes.append(f"{name} is left out of the test: {why}.")
     # Strict fp32 is what others are compared with, as in a bench; without it, the first run that was given.
     ordered = sorted(kinds.values(), key=lambda found: found[0][1].chosen != "fp32")
-    return {
-        name: [_result(run) for _, run in kind] for name, kind in zip(_kind_names(ordered), ordered, strict=True)
-    }, notes
+    # A precision names its kind if no other kind has it; else the first run of each does.
+    chosen = [kind[0][1].chosen for kind in ordered]
+    names = chosen if len(set(chosen)) == len(chosen) else [kind[0][0] for kind in ordered]
+    return {name: [_result(run) for _, run in kind] for name, kind in zip(names, ordered, strict=True)}, notes
 
 
 def _result(run: RunFacts) -> Any:
@@ -171,14 +169,6 @@ def _result(run: RunFacts) -> Any:
     return RunResult(
         int(seed) if known(seed) else 0, run.final, run.recorded.seconds, None, rate if known(rate) else None
     )
-
-
-def _kind_names(kinds: list[list[tuple[str, RunFacts]]]) -> list[str]:
-    """Return the precision of each kind where that tells them apart, else the name of its first run."""
-    chosen = [found[0][1].chosen for found in kinds]
-    if len(set(chosen)) == len(chosen):
-        return chosen
-    return [found[0][0] for found in kinds]
 
 
 def _alike(arms: list[list[Any]], named: list[tuple[str, RunFacts]]) -> str:

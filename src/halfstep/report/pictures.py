@@ -68,17 +68,13 @@ def _embedded(caption: str, path: Path, room: int) -> Picture:
             raise ValueError(f"{image.width} × {image.height} pixels")
         plain = image.convert("RGB")
     for width in WIDTHS:
-        smaller = _at_most(plain, width)
+        smaller = plain
+        if plain.width > width:
+            smaller = plain.resize((width, max(1, round(plain.height * width / plain.width))))
         format, data = _smallest(smaller)
         if _in_page(data) <= room:
             return Picture(caption, data, format, smaller.width, smaller.height, f"samples of the run, {caption}")
     raise ValueError("no room was left for it")
-
-
-def _at_most(image: Any, width: int) -> Any:
-    if image.width <= width:
-        return image
-    return image.resize((width, max(1, round(image.height * width / image.width))))
 
 
 def _in_page(data: bytes) -> int:

@@ -74,14 +74,14 @@ def memory_of(run: RunFacts) -> Curves:
     curves = tuple(
         Curve(name, one.x, [value / 2**20 for value in one.y], n == 1, n) for n, (name, one) in enumerate(found)
     )
-    return Curves("Memory while it ran", curves, y_title="MiB", scale="zero", form=_mebibytes)
+    return Curves("Memory while it ran", curves, y_title="MiB", scale="zero", form="{:,.0f} MiB".format)
 
 
 def headroom_of(run: RunFacts) -> Curves:
     """Return how many bits were left in the tightest module, as the guard's monitors sampled it."""
     bits = _speeds(run, "meters.headroom_bits")
     curve = Curve("tightest module", *bits.xy)
-    return Curves("Headroom", (curve,), y_title="bits to the format's end", scale="zero", form=_bits)
+    return Curves("Headroom", (curve,), y_title="bits to the format's end", scale="zero", form="{:.1f} bits".format)
 
 
 def compared(runs: Sequence[tuple[str, RunFacts]]) -> list[Curves]:
@@ -126,11 +126,3 @@ def _speeds(run: RunFacts, name: str) -> CurvePoints:
 
 def _percent(value: float) -> str:
     return f"{value:.1f} %"
-
-
-def _mebibytes(value: float) -> str:
-    return f"{value:,.0f} MiB"
-
-
-def _bits(value: float) -> str:
-    return f"{value:.1f} bits"

@@ -107,7 +107,9 @@ class RunFacts:
     @property
     def verdict(self) -> str:
         """Return the run in one sentence."""
-        return f"{_opening(self)}: {_outcome(self)}, in {self.chosen}{_observed_aside(self)}, {_skips(self.recorded)}."
+        share = number(self.recorded.precision_check.get("share"))
+        observed = f" ({numbers.share(share)} of the FLOPs)" if known(share) else ""
+        return f"{_opening(self)}: {_outcome(self)}, in {self.chosen}{observed}, {_skips(self.recorded)}."
 
     @property
     def chosen(self) -> str:
@@ -176,11 +178,6 @@ def _outcome(run: RunFacts) -> str:
         return text(run.why[: min(ends, default=len(run.why))], 300).rstrip(".")
     last = f"last {metric_name(run.metric)} {numbers.value(run.final)}" if known(run.final) else NONE_YET
     return f"{last} after {numbers.duration(run.recorded.seconds)}"
-
-
-def _observed_aside(run: RunFacts) -> str:
-    share = number(run.recorded.precision_check.get("share"))
-    return f" ({numbers.share(share)} of the FLOPs)" if known(share) else ""
 
 
 def _skips(recorded: Summary) -> str:

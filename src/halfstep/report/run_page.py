@@ -166,16 +166,16 @@ def _memory_uses(run: RunFacts) -> list[MemoryUse]:
     measured = max(curve_points(run.recorded.speeds, "memory.device_peak_bytes").y, default=None)
     columns = [(text(fields(c.get("setting")).get("precision"), 20), c) for c in estimate_columns(run.examined)]
     uses = [
-        MemoryUse(name, _numbers(fields(column.get("at_peak"))), measured if name == run.chosen else None)
+        MemoryUse(
+            name,
+            {part: number(size) for part, size in fields(column.get("at_peak")).items()},
+            measured if name == run.chosen else None,
+        )
         for name, column in columns
     ]
     if not any(use.name == run.chosen for use in uses):
         uses.append(MemoryUse(run.chosen, {}, measured))
     return uses
-
-
-def _numbers(given: Mapping[str, object]) -> dict[str, float]:
-    return {name: number(value) for name, value in given.items()}
 
 
 def _model(run: RunFacts) -> Iterator[Block]:

@@ -29,6 +29,7 @@ def device_facts(device: Device) -> dict[str, Any]:
     """Return the device, the versions, the flags and the settings of this process as plain data."""
     now = conditions(device.place)
     plain = {name: without_names(os.environ[name]) for name in _PLAIN if name in os.environ}
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     return {
         "device": {
             "kind": device.kind,
@@ -43,7 +44,7 @@ def device_facts(device: Device) -> dict[str, Any]:
         "versions": {
             **{name: now[name] for name in ("halfstep", "torch", "python")},
             "system": f"{platform.system()} {platform.machine()}",
-            "nccl": _nccl(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
             **{name: installed_version(name) for name in PACKAGES},
         },
         "flags": {**now["flags"], "mkldnn.available": str(torch.backends.mkldnn.is_available())},
@@ -52,26 +53,17 @@ def device_facts(device: Device) -> dict[str, Any]:
     }
 
 
-def _nccl() -> str | None:
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
 _PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][^\s\\/:'\"<>|,;()]+){2,}|~(?:[\\/][^\s'\",;()]+)+")
 
 
 def without_names(text: str) -> str:
     """Return the text with only the last part of each path, and without the names of this host and this user."""
     text = _PATH.sub(lambda found: re.split(r"[\\/]", found[0])[-1], text)
-    for name, word in ((socket.gethostname(), "host"), (_user(), "user")):
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # an id without a name, as in many containers
+        user = ""
+    for name, word in ((socket.gethostname(), "host"), (user, "user")):
         if len(name) >= _SHORTEST:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", f"({word})", text)
     return text
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # an id without a name, as in many containers
-        return ""

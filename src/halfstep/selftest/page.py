@@ -25,14 +25,14 @@ def parts_page(report: dict[str, Any]) -> Page:
         result = Span(row["result"], _STYLE[row["result"]], strong=row["result"] == FAILED)
         words = row["error"] if row["result"] == FAILED else row["figure"]
         rows.append((row["part"], result, words, f"{row['seconds']:.1f}"))
-    head = (Heading(report["device"]["name"], _conditions(report)),) if "device" in report else ()
-    return Page("self-test", (*head, Table((*columns, Column("seconds", "right", "never")), tuple(rows))))
-
-
-def _conditions(report: dict[str, Any]) -> str:
-    device, versions = report["device"], report["versions"]
-    driver = f", {device['driver']}" if device.get("driver") else ""
-    return f"{', '.join(device['native'])}; torch {versions['torch']}{driver}, load {report['load']}"
+    blocks: list[Block] = []
+    if "device" in report:
+        device, versions = report["device"], report["versions"]
+        driver = f", {device['driver']}" if device.get("driver") else ""
+        about = f"{', '.join(device['native'])}; torch {versions['torch']}{driver}, load {report['load']}"
+        blocks.append(Heading(device["name"], about))
+    blocks.append(Table((*columns, Column("seconds", "right", "never")), tuple(rows)))
+    return Page("self-test", tuple(blocks))
 
 
 def end_page(report: dict[str, Any], file: Path | None) -> Page:
@@ -48,14 +48,11 @@ def end_page(report: dict[str, Any], file: Path | None) -> Page:
     if file is not None:
         blocks.append(Paragraph(f"written: {file}"))
     if counts[FAILED]:
-        blocks.append(Paragraph(_advice(counts[FAILED], file), indent=True))
+        again = f"halfstep selftest --only {counts[FAILED][0]} --json selftest.json"
+        first = "" if file else f"do: {again}\n"
+        attach = str(file) if file else "selftest.json"
+        advice = f"{first}do: attach {attach} to an issue (template: device); it has no host name, user name or path"
+        blocks.append(Paragraph(advice, indent=True))
     if "HALFSTEP_CPUINFO" in report.get("settings", {}):
         blocks.append(Paragraph("HALFSTEP_CPUINFO is set: the CPU is described by a file, not measured"))
     return Page("self-test", tuple(blocks))
-
-
-def _advice(failed: list[str], file: Path | None) -> str:
-    again = f"halfstep selftest --only {failed[0]} --json selftest.json"
-    attach = str(file) if file else "selftest.json"
-    first = "" if file else f"do: {again}\n"
-    return f"{first}do: attach {attach} to an issue (template: device); it has no host name, user name or path"

@@ -49,8 +49,11 @@ def exclusive(script: Script, first: ast.AST, second: ast.AST) -> bool:
     for inner, outer in pairwise(chain):
         if outer in others:
             return _branch(outer, inner) != _branch(outer, others[others.index(outer) - 1])
-        if _leaves(outer, inner):
-            return True
+        if isinstance(outer, ast.If):
+            block = outer.orelse if inner in outer.orelse else outer.body
+            # Nothing after the statement follows a block that ends in a jump.
+            if isinstance(block[-1], _JUMPS):
+                return True
     return False
 
 
@@ -68,11 +71,3 @@ def _branch(parent: ast.AST, child: ast.AST) -> object:
     if isinstance(parent, ast.Try):
         return child if isinstance(child, ast.ExceptHandler) else "body"
     return child if isinstance(parent, ast.Match) else None
-
-
-def _leaves(parent: ast.AST, child: ast.AST) -> bool:
-    """Return whether the block around a child ends in a jump, so that nothing after the parent follows it."""
-    if not isinstance(parent, ast.If):
-        return False
-    block = parent.orelse if child in parent.orelse else parent.body
-    return isinstance(block[-1], _JUMPS)

@@ -62,7 +62,9 @@ class Patch:
 
     def reindent(self, statement: ast.stmt, indent: str) -> None:
         """Give a statement, with all that is in it, another indentation."""
-        self._demand(self._has_own_lines(statement) and not _has_long_text(statement))
+        # The indentation inside of a text of several lines is part of it.
+        texts = [node for node in ast.walk(statement) if isinstance(node, (ast.Constant, ast.JoinedStr))]
+        self._demand(self._has_own_lines(statement) and all(node.end_lineno == node.lineno for node in texts))
         old = self._indent(statement)
         for number in self._numbers(statement):
             line = self._current(number)
@@ -108,11 +110,3 @@ class Patch:
         first, last = self._lines[statement.lineno - 1].encode(), self._lines[(statement.end_lineno or 1) - 1].encode()
         rest = last[statement.end_col_offset or 0 :].strip()
         return not first[: statement.col_offset].strip() and (not rest or rest.startswith(b"#"))
-
-
-def _has_long_text(statement: ast.stmt) -> bool:
-    """Return whether a text of several lines is in a statement: its indentation is part of it."""
-    return any(
-        isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno != node.lineno
-        for node in ast.walk(statement)
-    )

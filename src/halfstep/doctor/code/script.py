@@ -233,7 +233,9 @@ class Script:
                 self._calls_in[scope].append(node)  # type: ignore[arg-type]
                 if node.func.__class__ is ast.Attribute:  # type: ignore[attr-defined]
                     self._calls_by_method[node.func.attr].append(node)  # type: ignore[attr-defined,arg-type]
-            fields = _FIELDS[kind] if kind in _FIELDS else _fields_of(kind)
+            if kind not in _FIELDS:
+                _FIELDS[kind] = tuple(name for name in kind._fields if name not in _NO_NODES)
+            fields = _FIELDS[kind]
             if not fields:
                 continue
             inner = node if kind in _SCOPES else scope
@@ -361,11 +363,6 @@ def words_in(node: ast.AST) -> Iterator[str]:
 def mentions(node: ast.AST, pattern: re.Pattern[str]) -> bool:
     """Return whether a name or attribute in an expression matches."""
     return any(pattern.search(word) for word in words_in(node))
-
-
-def _fields_of(kind: type[ast.AST]) -> tuple[str, ...]:
-    """Return the fields of a type that may hold nodes, and remember them."""
-    return _FIELDS.setdefault(kind, tuple(name for name in kind._fields if name not in _NO_NODES))
 
 
 @cache

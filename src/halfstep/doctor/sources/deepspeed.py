@@ -35,7 +35,12 @@ def deepspeed_settings(document: SettingsFile) -> SettingSource:
     sections = {key: value for key, value in document.content.items() if isinstance(value, Mapping)}
     formats = {key: value for key, value in sections.items() if key in ("fp16", "bf16", _OLD_BF16)}
     found = [_switch_of(document, key, value) for key, value in formats.items() if "enabled" in value]
-    found += [setting for key, value in formats.items() for setting in _scaler_words(document, key, value)]
+    found += [
+        document.setting(f"{key}.{word}", value[word], SCALER[word])
+        for key, value in formats.items()
+        for word in SCALER
+        if word in value
+    ]
     stage = sections.get("zero_optimization", {}).get("stage")
     if stage is not None:
         found.append(document.setting("zero_optimization.stage", stage, "how much is sharded; sets no precision"))
@@ -50,11 +55,6 @@ SCALER = {
     "min_loss_scale": "the loss scale never falls below this",
 }
 """DeepSpeed's words for the loss scale, and their meaning."""
-
-
-def _scaler_words(document: SettingsFile, key: str, value: Mapping[str, object]) -> list[FoundSetting]:
-    said = [word for word in SCALER if word in value]
-    return [document.setting(f"{key}.{word}", value[word], SCALER[word]) for word in said]
 
 
 def _switch_of(document: SettingsFile, key: str, value: Mapping[str, object]) -> FoundSetting:

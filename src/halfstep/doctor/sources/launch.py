@@ -157,16 +157,13 @@ def _launch(place: str, words: Sequence[Word], variables: dict[str, FoundSetting
     own, script, theirs = _around_script(rest)
     if not script:
         return None
-    settings = [*variables.values(), *_flags(place, own, launcher), *_flags(place, theirs, _reader(launcher, script))]
+    reader = "halfstep" if "halfstep" in (launcher, script) else "script"
+    settings = [*variables.values(), *_flags(place, own, launcher), *_flags(place, theirs, reader)]
     training = list(_training(place, theirs))
     names = [script, *(word.text for word in (*own, *theirs) if _FILE.fullmatch(word.text))]
     names += [value for word in (*own, *theirs) if _FILE.fullmatch(value := word.text.partition("=")[2])]
     source = SettingSource("launch", place, settings, training, names=names, tools=frozenset({launcher}))
     return LaunchLine(source, words[0].line, launcher, script)
-
-
-def _reader(launcher: str, script: str) -> str:
-    return "halfstep" if "halfstep" in (launcher, script) else "script"
 
 
 _MODULES = {
@@ -241,7 +238,8 @@ def _flag(place: str, key: str, value: object, word: Word, reader: str) -> Found
     name = key.lstrip("-").replace("-", "_")
     off = name.startswith("no_")
     short = name.removeprefix("no_").rpartition(".")[2]
-    if short in (*SWITCHES, *FLAGS) and not _says(short, value):
+    is_known = value is True or "$" in str(value)
+    if short in (*SWITCHES, *FLAGS) and not is_known and safe_claim(short, value).claim is None:
         # `--bf16 data/`: the word after a switch is the next argument.
         value = True
     setting = FoundSetting("launch", place, key, value, UNRESOLVED, word.line, tool=reader, argument=name)
@@ -253,12 +251,6 @@ def _flag(place: str, key: str, value: object, word: Word, reader: str) -> Found
     read: Claims = {"halfstep": halfstep_claim, "fabric": lightning_claim}.get(reader, own_claim)
     read_as = setting.read_as(read(short, False if off else value))
     return replace(read_as, claim=replace(read_as.claim, key=key, value=value) if read_as.claim else None)
-
-
-def _says(short: str, value: object) -> bool:
-    if value is True or "$" in str(value):
-        return True
-    return safe_claim(short, value).claim is not None
 
 
 def _of_accelerate(setting: FoundSetting) -> FoundSetting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from halfstep.doctor.settings import FoundSetting, SettingsFile, SettingSource
 from halfstep.doctor.sources.reading import lightning_claim, training_settings
@@ -14,18 +14,14 @@ SUBCOMMANDS = ("fit", "validate", "test", "predict")
 def lightning_settings(document: SettingsFile) -> SettingSource:
     """Return what a file of LightningCLI says under `trainer`, also below a subcommand such as `fit`."""
     found, training = [], []
-    for prefix, trainer in _trainers(document.content):
-        found += _trainer_settings(document, prefix, trainer)
-        training += training_settings(document, prefix, trainer)
-    return SettingSource("lightning", document.place, found, training, tools=frozenset({"lightning cli"}))
-
-
-def _trainers(content: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
     for outer in ("", *SUBCOMMANDS):
-        holder = content.get(outer, {}) if outer else content
+        holder = document.content.get(outer, {}) if outer else document.content
         trainer = holder.get("trainer") if isinstance(holder, Mapping) else None
         if isinstance(trainer, Mapping):
-            yield f"{outer}.trainer.".lstrip("."), trainer
+            prefix = f"{outer}.trainer.".lstrip(".")
+            found += _trainer_settings(document, prefix, trainer)
+            training += training_settings(document, prefix, trainer)
+    return SettingSource("lightning", document.place, found, training, tools=frozenset({"lightning cli"}))
 
 
 def _trainer_settings(document: SettingsFile, prefix: str, trainer: Mapping[str, object]) -> list[FoundSetting]:

@@ -313,7 +313,10 @@ def _autocast(found: Found, autocast: Autocast) -> FoundSetting:
     scope = script.scopes[call]
     at_top = not isinstance(scope, (*FUNCTIONS, ast.Lambda)) or getattr(scope, "name", "") == _MAIN
     is_plain = at_top and not any(_chooses(one) for one in ancestors(script, call))
-    reading = _autocast_claim(enabled, autocast.format) if is_plain else WordReading(None, UNRESOLVED)
+    reading = WordReading(None, UNRESOLVED)
+    # Off by a default of the script's own, the flag is there to be given.
+    if is_plain and enabled is True and autocast.format is not None:
+        reading = lightning_claim("autocast", autocast.format)
     setting = found.setting(call, "autocast(enabled)" if name else "autocast", autocast.format or "...", reading.means)
     claim = replace(reading.claim, key=setting.key, value=setting.value) if reading.claim else None
     return replace(setting, claim=claim, argument=name if is_plain else "", tool="torch")
@@ -322,13 +325,6 @@ def _autocast(found: Found, autocast: Autocast) -> FoundSetting:
 def _chooses(node: ast.AST) -> bool:
     is_main = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
     return isinstance(node, (ast.If, ast.IfExp, ast.Match, ast.ExceptHandler)) and not is_main
-
-
-def _autocast_claim(enabled: object, format: str | None) -> WordReading:
-    # Off by a default of the script's own: the flag is there to be given.
-    if enabled is True and format is not None:
-        return lightning_claim("autocast", format)
-    return WordReading(None, UNRESOLVED)
 
 
 def _assigned(found: Found, node: ast.Assign) -> None:

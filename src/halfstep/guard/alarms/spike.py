@@ -56,17 +56,12 @@ def judged(logs: Sequence[float], *, far: bool) -> Rise:
     # Losses that neither settle nor explode: after this many steps they are the run's new level, in any shape.
     if len(logs) >= LONGEST:
         return Rise.NEW_LEVEL
+    half = len(logs) // 2
     if far:
-        return Rise.OPEN if _falls(logs) else Rise.RUINED
-    half = len(logs) // 2
+        # Without a trend, four losses have all of the second half below all of the first one time in six.
+        falls = max(logs[-half:]) < min(logs[:half])
+        return Rise.OPEN if falls else Rise.RUINED
     return Rise.OPEN if _middle(logs[-half:]) > _middle(logs[:half]) + RISES else Rise.NEW_LEVEL
-
-
-def _falls(logs: Sequence[float]) -> bool:
-    """Return whether all of the second half are below all of the first."""
-    # Without a trend, four losses are ordered like this one time in six.
-    half = len(logs) // 2
-    return max(logs[-half:]) < min(logs[:half])
 
 
 def _middle(logs: Sequence[float]) -> float:

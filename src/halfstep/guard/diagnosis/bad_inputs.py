@@ -134,15 +134,12 @@ def normalized(attempt: StepInputs, spot: Spot) -> StepInputs:
         target = next((leaf for path, leaf in leaves(microbatch) if path == spot.leaf), None)
         if target is None or not target.is_floating_point():
             return microbatch
-        return pytree.tree_map_only(Tensor, lambda leaf: _by_spread(leaf) if leaf is target else leaf, microbatch)
+        wide = target.detach().to(widest_dtype(target.device))
+        size = wide.square().mean().sqrt()
+        by_spread = (wide / size if float(size) > 0 else wide).to(target.dtype)
+        return pytree.tree_map_only(Tensor, lambda leaf: by_spread if leaf is target else leaf, microbatch)
 
     return attempt._replace(microbatches=[ordinary(microbatch) for microbatch in attempt.microbatches])
-
-
-def _by_spread(leaf: Tensor) -> Tensor:
-    wide = leaf.detach().to(widest_dtype(leaf.device))
-    size = wide.square().mean().sqrt()
-    return (wide / size if float(size) > 0 else wide).to(leaf.dtype)
 
 
 def without(attempt: StepInputs, spot: Spot) -> StepInputs:

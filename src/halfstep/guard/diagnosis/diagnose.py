@@ -373,7 +373,9 @@ class _Case:
         if not fp32.finite:
             return self._fails_in_fp32(as_it_was, fp32)
         # An operation whose result fits fp32 but not its own format fails every time. For others that must be tried.
-        if not _overflows(as_it_was) and not self._happens_again():
+        culprit = as_it_was.culprit
+        overflows = culprit is not None and culprit.in_fp32 is not None and culprit.in_fp32 > culprit.limit
+        if not overflows and not self._happens_again():
             return self._not_reproducible(explain.NOW_AND_THEN)
         why = explain.strayed(fp32, self.history)
         # A loss may grow on purpose, slowly, as its weight is raised; a jump is none.
@@ -436,8 +438,3 @@ class _Case:
     def _divergence(self, sentence: str, culprit: Culprit | None, *first: str) -> Verdict:
         evidence = (*first, explain.weight_evidence(self.trials.model), *explain.rate_evidence(self.history))
         return Verdict(DIVERGENCE, sentence, culprit, evidence, (_SLOWER,))
-
-
-def _overflows(outcome: TrialOutcome) -> bool:
-    culprit = outcome.culprit
-    return culprit is not None and culprit.in_fp32 is not None and culprit.in_fp32 > culprit.limit

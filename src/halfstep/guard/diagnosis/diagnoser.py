@@ -123,7 +123,13 @@ class Diagnoser:
             self._diagnoses += 1
             replayed = attempt if again is None else attempt._replace(loss_fn=again)
             verdict = self._diagnosed(report, replayed)
-            self._note(verdict if falling or verdict.cause != WARM_UP else _stays(verdict), report, streak, replayed)
+            if verdict.cause == WARM_UP and not falling:
+                # A skip is normal where the scale falls; this one will fail again.
+                why = verdict.sentence.partition(": ")[2]
+                sentence = f"precision: {why}; this loss scale does not fall by itself"
+                remedies = (ProposedRemedy("fix_code", LOWER, None),)
+                verdict = Verdict(PRECISION, sentence, verdict.culprit, verdict.evidence, remedies)
+            self._note(verdict, report, streak, replayed)
             if self._diagnoses == self._most:
                 text = f"{self._diagnoses} {NO_MORE_DIAGNOSES}"
                 self._emit("alarm", "warning", text, {"attempt": report.attempt, "diagnoses": self._diagnoses})
@@ -183,12 +189,6 @@ class Diagnoser:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict()`."""
         self._diagnoses, self._steps = int(state["diagnoses"]), deque(_steps(state["steps"]), maxlen=REMEMBERED)
-
-
-def _stays(verdict: Verdict) -> Verdict:
-    """Return the verdict for a scale that does not fall: otherwise it would be normal, but this one will fail again."""
-    sentence = f"precision: {verdict.sentence.partition(': ')[2]}; this loss scale does not fall by itself"
-    return Verdict(PRECISION, sentence, verdict.culprit, verdict.evidence, (ProposedRemedy("fix_code", LOWER, None),))
 
 
 def _steps(plain: Any) -> list[Step]:

@@ -91,17 +91,14 @@ def precision(precision: Precision, outcome: TrialOutcome, remedies: Sequence[Pr
     works = [_named(remedy) for remedy in remedies if remedy.works]
     too = [f"{works[0]} is finite", *(f"{name} is finite too" for name in works[1:])] if works else []
     happened = what_happened(outcome)
-    if not _names_format(outcome, precision.name):
+    culprit = outcome.culprit
+    # The words for the origin name the format that it computed in; those for undefined code do not.
+    names_format = (
+        culprit is not None and culprit.outside is None and not outcome.undefined and culprit.format == precision.name
+    )
+    if not names_format:
         happened += f" in {precision}"
     return f"precision: {'; '.join([happened, *([', '.join(too)] if too else []), *_wrap(outcome.culprit)])}"
-
-
-def _names_format(outcome: TrialOutcome, format: str) -> bool:
-    """Return whether the words for the origin say that it computed in this format; those for undefined code do not."""
-    culprit = outcome.culprit
-    if culprit is None or culprit.outside is not None or outcome.undefined:
-        return False
-    return culprit.format == format
 
 
 def not_helping(remedies: Sequence[ProposedRemedy]) -> tuple[str, ...]:
@@ -200,8 +197,9 @@ def strayed(fp32: TrialOutcome, history: History) -> str:
         ("loss", fp32.loss, history.losses, 1, LEARNT),
         ("gradient norm", fp32.grad_norm, history.grad_norms, 5, math.sqrt(LEARNT)),
     ):
-        usual = _median(before, enough)
-        if usual is not None and abs(now) > FAR * max(usual, _first(before), learnt):
+        usable = [abs(value) for value in before if math.isfinite(value)]
+        usual = statistics.median(usable) if len(usable) >= enough else 0.0
+        if usual and abs(now) > FAR * max(usual, usable[0], learnt):
             return f"fp32 is finite, but its {what} is {number(now)}, and the median so far is {number(usual)}"
     return ""
 
@@ -284,13 +282,3 @@ def rate_evidence(history: History) -> tuple[str, ...]:
         first, last = number(history.losses[0]), number(history.losses[-1])
         found.append(f"the loss went from {first} to {last} in {len(history.losses)} steps")
     return tuple(found)
-
-
-def _median(values: Sequence[float], enough: int) -> float | None:
-    usable = [abs(value) for value in values if math.isfinite(value)]
-    usual = statistics.median(usable) if len(usable) >= enough else 0.0
-    return usual or None
-
-
-def _first(values: Sequence[float]) -> float:
-    return next((abs(value) for value in values if math.isfinite(value)), 0.0)

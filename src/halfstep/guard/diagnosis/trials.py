@@ -284,12 +284,10 @@ def _of_zero(made: Made) -> str:
         return f"is undefined for its inputs, numbers up to {number(_largest(made))}"
     if _divides_by_zero(name, made.operands):
         return "divides by zero"
-    return "averages over nothing" if _has_too_few(name, made) else _unabsorbed(made)
-
-
-def _unabsorbed(made: Made) -> str:
-    """Return the case that infinities were put there on purpose, as by a mask, and no operation removed them."""
-    hidden = sorted({kind for each in made.given for kind in each.kinds})
+    if _has_too_few(name, made):
+        return "averages over nothing"
+    # Infinities that were put there on purpose, as by a mask, and that no operation removed.
+    hidden = sorted({kind for each in given for kind in each.kinds})
     return f"makes {_kinds(made)} of the {' and '.join(hidden)} that a mask put there" if hidden else ""
 
 

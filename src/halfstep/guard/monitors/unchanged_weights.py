@@ -140,7 +140,11 @@ class LostUpdates(UnchangedWeights):
     def begun(self, sample: SampledStep, one: Trained) -> WeightBefore | None:
         """Copy the weight, and record where its gradient is non-zero."""
         assert one.parameter.grad is not None
-        rate = _rate(one)
+        groups = one.slot.optimizer.param_groups
+        group = next(group for group in groups if any(p is one.parameter for p in group["params"]))
+        rate = group.get("lr", float("nan"))
+        # A tensor could only be read by waiting.
+        rate = float("nan") if isinstance(rate, Tensor) else float(rate)
         # A schedule that starts or ends at 0 changes nothing by design; stochastic rounding, few elements at a time.
         weights = sample.stepper.weights
         if rate == 0.0 or (weights is not None and weights.rounds_at_random(one.parameter)):
@@ -166,11 +170,3 @@ class LostUpdates(UnchangedWeights):
             f"too small for {stored} relative to them, at learning rate {before.rate:g}",
             "a larger learning rate" if stored == "fp32" else "weights in fp32, with 16 bits for computing only",
         )
-
-
-def _rate(one: Trained) -> float:
-    """Return the learning rate; NaN if it is a tensor, which could only be read by waiting."""
-    groups = one.slot.optimizer.param_groups
-    group = next(group for group in groups if any(p is one.parameter for p in group["params"]))
-    rate = group.get("lr", float("nan"))
-    return float("nan") if isinstance(rate, Tensor) else float(rate)

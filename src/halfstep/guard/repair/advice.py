@@ -119,15 +119,10 @@ def _cause(streak: Streak, rates: Sequence[float]) -> str:
         module = "" if verdict.culprit is None or verdict.culprit.module == OUTSIDE else verdict.culprit.module
         return verdict.sentence if module in verdict.sentence else f"{verdict.sentence}, and {module} overflows first"
     if streak.refused:
-        return f"divergence: {streak.refused}{_at_rate(rates)}{'' if _jumped(rates) else NEW_DATA}"
+        jumped = f", {rates[-1] / _usual(rates):,.0f} times the one before" if _jumped(rates) else ""
+        at_rate = f" at a learning rate of {rates[-1]:g}{jumped}" if rates else ""
+        return f"divergence: {streak.refused}{at_rate}{'' if jumped else NEW_DATA}"
     return streak.seen or "steps are not finite"
-
-
-def _at_rate(rates: Sequence[float]) -> str:
-    if not rates:
-        return ""
-    jumped = f", {rates[-1] / _usual(rates):,.0f} times the one before" if _jumped(rates) else ""
-    return f" at a learning rate of {rates[-1]:g}{jumped}"
 
 
 def _jumped(rates: Sequence[float]) -> bool:

@@ -88,13 +88,15 @@ class Remedies:
 def drop_compiled_calls(model: nn.Module) -> Callable[[], None]:
     """Make every module run eagerly; return a function that undoes that."""
     undo: list[Callable[[], None]] = []
+    # Not imported here: that is slow, and as long as Dynamo is not loaded no module can be compiled.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
     for module in list(model.modules()):
         # torch.compile leaves its traces in three places: module.compile() sets this attribute, torch.compile(model)
         # returns a wrapper, and module.forward = torch.compile(module.forward) replaces the method.
         if module._compiled_call_impl is not None:
             undo.append(_setting(module, "_compiled_call_impl", module._compiled_call_impl))
             module._compiled_call_impl = None
-        elif _is_wrapper(module):
+        elif dynamo is not None and isinstance(module, dynamo.OptimizedModule):
             wrapper: Any = module
             undo.append(_setting(module, "forward", wrapper.forward))
             wrapper.forward = wrapper._orig_mod.__call__
@@ -107,13 +109,6 @@ def drop_compiled_calls(model: nn.Module) -> Callable[[], None]:
             put_back()
 
     return restore
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is what `torch.compile(model)` returned."""
-    # Not imported here: that is slow, and as long as Dynamo is not loaded no module can be compiled.
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def _setting(module: Any, name: str, value: Any) -> Callable[[], None]:

@@ -55,8 +55,13 @@ def watched_fake_step(make_case: Callable[[], Case], precision: Precision) -> Ob
         case = without_values(built(make_case, mode))
         with mode, gpu_pretended(), walked(), numbers_refused(_WHY):
             calls: list[Any] = []
-            recorded = replace(case, loss_fn=_recorded(case.loss_fn, calls))
-            candidate = FakeCandidate(recorded, StepSetting(), precision, torch.device(_DEVICE))
+
+            def recorded(model: nn.Module, batch: Any) -> Any:
+                with Calls(_DEVICE, lambda *words: calls.append(words)):
+                    return case.loss_fn(model, batch)
+
+            recording = replace(case, loss_fn=recorded)
+            candidate = FakeCandidate(recording, StepSetting(), precision, torch.device(_DEVICE))
             listeners, stopped = Listeners(candidate.model, precision), None
             try:
                 with Recorder(candidate.model, listeners) as recorder, listeners.works.keeping(lambda: recorder.module):
@@ -72,14 +77,6 @@ def watched_fake_step(make_case: Callable[[], Case], precision: Precision) -> Ob
             for finding, module, line in calls:
                 listeners.lint.emit(finding, module, line)
             return listeners.watched(stopped=stopped)
-
-
-def _recorded(loss_fn: Callable[[nn.Module, Any], Any], calls: list[Any]) -> Callable[[nn.Module, Any], Any]:
-    def recorded(model: nn.Module, batch: Any) -> Any:
-        with Calls(_DEVICE, lambda *words: calls.append(words)):
-            return loss_fn(model, batch)
-
-    return recorded
 
 
 _TOLD_BY_LINT = ("mask-overflows", "reduction-overflows")

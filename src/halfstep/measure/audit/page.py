@@ -109,13 +109,22 @@ def audit_page(audit: Audit, *, every: bool = False, picture: Path | None = None
     blocks: list[Block] = []
     if audit.interrupted:
         blocks.append(Paragraph(Span("interrupted: results so far", "warn")))
-    blocks += [Paragraph(_verdict(audit)), Paragraph(Span(_circumstances(audit), "dim"))]
+    worst = {one.finding.severity for one in audit.spotted}
+    tone: Style = "bad" if "error" in worst else "warn" if "warning" in worst or audit.interrupted else "good"
+    blocks += [
+        Paragraph((Span(audit.precision, tone, strong=True), f": {audit.verdict}")),
+        Paragraph(Span(_circumstances(audit), "dim")),
+    ]
     if audit.stopped:
         blocks.append(Paragraph(Span(f"the step ended early: {audit.stopped}", "warn")))
     for one in audit.spotted:
         finding = one.finding
         blocks.append(finding_box(finding.id, finding.severity, finding.evidence, finding.fix))
-    blocks += [*_modules(audit, every), *charts_of(formats_chart(audit)), *_islands(audit.islands)]
+    blocks += [*_modules(audit, every), *charts_of(formats_chart(audit))]
+    if audit.islands:
+        columns = (Column(wrap="fold", widest=34), Column(wrap="never"), Column(wrap="fold"))
+        rows = tuple((one.path or "(the model itself)", _NEEDED[one.needed], one.why) for one in audit.islands)
+        blocks += [Heading("Islands", "the same step without each of them"), Table(columns, rows)]
     blocks += [Paragraph(Span(note, "dim"), gap=n == 0) for n, note in enumerate(audit.notes)]
     if picture is not None and audit.rows:
         blocks.append(Paragraph(f"picture: {picture}", wrap=False, gap=not audit.notes))
@@ -127,12 +136,6 @@ def audit_page(audit: Audit, *, every: bool = False, picture: Path | None = None
 def formats_chart(audit: Audit) -> Tree:
     """Return the model by format."""
     return model_tree(ModuleFlops(row.module, row.flops, row.island) for row in audit.rows)
-
-
-def _verdict(audit: Audit) -> Text:
-    worst = {one.finding.severity for one in audit.spotted}
-    tone: Style = "bad" if "error" in worst else "warn" if "warning" in worst or audit.interrupted else "good"
-    return Span(audit.precision, tone, strong=True), f": {audit.verdict}"
 
 
 def _circumstances(audit: Audit) -> str:
@@ -256,11 +259,3 @@ def _bits(bits: float | None) -> Text:
         return Span("-", "dim")
     # Adding 0.0 turns -0.0 into 0.0.
     return Span(f"{bits + 0.0:.1f} bits", "bad" if bits < 0 else "warn" if bits < _FEW_BITS else "")
-
-
-def _islands(islands: Sequence[IslandVerdict]) -> Iterator[Block]:
-    if islands:
-        yield Heading("Islands", "the same step without each of them")
-        columns = (Column(wrap="fold", widest=34), Column(wrap="never"), Column(wrap="fold"))
-        rows = tuple((one.path or "(the model itself)", _NEEDED[one.needed], one.why) for one in islands)
-        yield Table(columns, rows)

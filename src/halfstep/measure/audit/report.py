@@ -52,7 +52,9 @@ def judged(
     # Checked last: a broken step can still show that the island is needed, but never that it is not.
     if not with_it.fits:
         return IslandVerdict(path, None, "the step is not finite with it either, so the test is inconclusive")
-    return IslandVerdict(path, False, f"{format_name} has room: {_room(path, found)}")
+    headroom = _headroom(path, found)
+    room = "nothing in it is cast" if math.isinf(headroom) else f"{headroom:.1f} bits, and gradients as near to fp32's"
+    return IslandVerdict(path, False, f"{format_name} has room: {room}")
 
 
 def _overflows(path: str, found: ObservedStep, with_it: ObservedStep, format_name: str) -> str | None:
@@ -101,11 +103,6 @@ def _headroom(path: str, found: ObservedStep) -> float:
         (r.headroom for (module, part), r in places if part in (WEIGHTS, FORWARD) and is_inside(module, path)),
         default=math.inf,
     )
-
-
-def _room(path: str, found: ObservedStep) -> str:
-    headroom = _headroom(path, found)
-    return "nothing in it is cast" if math.isinf(headroom) else f"{headroom:.1f} bits, and gradients as near to fp32's"
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,10 @@ class Works:
         # Operations that torch widens itself, for lack of a kernel, are not counted as fp32 of a module.
         if done and not (operation.widened and found == FP32.name):
             work.flops[found] += done
-        if not operation.backward and not _casts(operation):
+        # A cast or a view is not a format that a module computes in.
+        casts = operation.function._overloadpacket is torch.ops.aten._to_copy
+        views = any(r.alias_info is not None and not r.alias_info.is_write for r in operation.function._schema.returns)
+        if not (operation.backward or casts or views):
             for leaf in pytree.tree_leaves(operation.result):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
                     work.results[name_of(leaf.dtype)] += leaf.numel()
@@ -98,12 +101,6 @@ class Works:
             return
         self._kept[reference.cdata] = reference
         self.by_module[running()].saved[name_of(tensor.dtype)] += tensor.untyped_storage().nbytes()
-
-
-def _casts(operation: Operation) -> bool:
-    """Return whether the operation is a cast or a view; neither is a format that a module computes in."""
-    views = any(r.alias_info is not None and not r.alias_info.is_write for r in operation.function._schema.returns)
-    return views or operation.function._overloadpacket is torch.ops.aten._to_copy
 
 
 @dataclass(frozen=True)

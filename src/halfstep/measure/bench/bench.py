@@ -304,7 +304,10 @@ def _of_recipe(
     from halfstep.runs.registry import task_class
 
     recipes = {name: _recipe(subject, changed) for name, changed in changes.items()}
-    configs = {name: _config(recipes[name], changed) for name, changed in changes.items()}
+    configs = {
+        name: Config(recipe.precision, recipe.train.batch_size * recipe.train.microbatches, changes[name])
+        for name, recipe in recipes.items()
+    }
     task = task_class(recipes[BASELINE].task)(recipes[BASELINE])  # the metric may depend on the data
     now = conditions()
     same = {key: value for key, value in now.items() if key in _SAME}
@@ -328,10 +331,6 @@ def usual_candidates(subject: Subject, precision: str) -> dict[str, tuple[str, .
     if subject.is_own_code:
         raise _no_settings(subject.text)
     return usual(_recipe(subject, ()).train.batch_size, read_precision(precision).name)
-
-
-def _config(recipe: Any, changed: tuple[str, ...]) -> Config:
-    return Config(recipe.precision, recipe.train.batch_size * recipe.train.microbatches, changed)
 
 
 def _check_kept(arms: Iterable[RecipeCandidate], seeds: Sequence[int], folder: Path) -> None:

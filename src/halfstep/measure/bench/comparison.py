@@ -116,7 +116,10 @@ def read_candidates(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for text in given:
         name, colon, rest = text.partition(":")
-        settings = _words(rest)
+        try:
+            settings = tuple(shlex.split(rest))
+        except ValueError:  # an unclosed quotation mark
+            settings = ()
         if not colon or not name.strip() or not settings:
             raise WrongUse(
                 f"--arm {text!r}",
@@ -127,13 +130,6 @@ def read_candidates(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
             raise WrongUse(f"two arms named {name.strip()!r}", allowed="a name for each", do="rename one of them")
         found[name.strip()] = settings
     return found
-
-
-def _words(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text))
-    except ValueError:  # an unclosed quotation mark
-        return ()
 
 
 def check_places(places: Mapping[str, str]) -> None:
@@ -242,15 +238,15 @@ class TimeToLoss:
 def time_to_loss(base: Sequence[RunResult], candidate: Sequence[RunResult]) -> TimeToLoss | None:
     """Return the time, paired by seed; None if no losses are known."""
     goals = {run.seed: run.curve[-1][1] for run in base if run.curve and math.isfinite(run.curve[-1][1])}
-    found = [_first_time(run, goals[run.seed]) for run in candidate if run.curve and run.seed in goals]
+    found = [
+        next((time for time, loss in run.curve if loss <= goals[run.seed]), None)
+        for run in candidate
+        if run.curve and run.seed in goals
+    ]
     if not found:
         return None
     times = [time for time in found if time is not None]
     return TimeToLoss(statistics.median(times) if times else None, len(times), len(found))
-
-
-def _first_time(run: RunResult, goal: float) -> float | None:
-    return next((time for time, loss in run.curve if loss <= goal), None)
 
 
 def smoothed(curve: Sequence[tuple[float, float]], over: int) -> tuple[tuple[float, float], ...]:

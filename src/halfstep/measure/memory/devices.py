@@ -83,7 +83,9 @@ def device_named(text: str) -> Target:
     # Before the list of cards: a name of torch means this machine.
     if kind in (HERE, *present(), *_KINDS_OF_TORCH):
         _refuse_absent(text, kind, number)
-        return _present(None if word == HERE else word)
+        place = None if word == HERE else word
+        device = describe(place)
+        return _target(place or HERE, device, _memory_of(device))
     matches = _matching(_plain(text))
     # A name such as "a100" may stand for several sizes of memory: it is never guessed.
     if len(matches) == 1:
@@ -177,12 +179,6 @@ def _of_size(amount: float, unit: str) -> Target:
             do="--device 4GB, or the name of a device",
         )
     return target
-
-
-def _present(place: str | None) -> Target:
-    """Return this machine's best device, or the one with this torch name."""
-    device = describe(place)
-    return _target(place or HERE, device, _memory_of(device))
 
 
 def _memory_of(device: Device) -> int:

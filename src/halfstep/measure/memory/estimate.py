@@ -67,7 +67,12 @@ def notes_of(
 ) -> tuple[Note, ...]:
     """Return the remarks; `wide` is the fp32 memory at the peak, by part, `gradients` the format of those of bf16."""
     peak = sum(at_peak.values())
-    notes = [Note(_why_not_half(precision, peak, wide))] if precision.casts and peak else []
+    notes: list[Note] = []
+    if precision.casts and peak:
+        largest = sorted(wide.items(), key=lambda item: -item[1])
+        named = ", ".join(f"{part} {numbers.size(size)}" for part, size in largest if size > _WORTH_NAMING * peak)
+        share = sum(wide.values()) / peak
+        notes.append(Note(f"{share:.0%} of the peak stays fp32 in {precision.name}: {named or 'little'}"))
     if device.type == "cpu":
         found = ability(describe(device), precision.needs)
         if not found.native:
@@ -85,13 +90,6 @@ def notes_of(
     if at_peak["buffers"] > _WORTH_NAMING * peak:
         notes.append(Note("buffers count twice: a step keeps a copy of them, to roll back an update"))
     return tuple(notes)
-
-
-def _why_not_half(precision: Precision, peak: int, wide: Mapping[str, int]) -> str:
-    largest = sorted(wide.items(), key=lambda item: -item[1])
-    named = ", ".join(f"{part} {numbers.size(size)}" for part, size in largest if size > _WORTH_NAMING * peak)
-    share = sum(wide.values()) / peak
-    return f"{share:.0%} of the peak stays fp32 in {precision.name}: {named or 'little'}"
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -318,7 +316,9 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
     remarks += tuple(Note(str(assumption)) for assumption in assumptions)
     if case.compiled and not setting.compile:
         remarks += (Note(COMPILED),)
-    could_be = _could_be_verified(setting, precision, device) and not (assumptions or case.compiled or compiled)
+    # Other layouts, recomputing and compiled code were not compared with real runs.
+    plain = setting == StepSetting(precision.name, batch=setting.batch) and not (case.compiled or compiled)
+    could_be = device.type == "cpu" and plain and precision.name in _VERIFIED and not assumptions
     if candidate.timeline.not_covered and could_be:
         remarks = (*remarks, Note(not_covered(candidate.timeline.not_covered), only_here=True))
     return Ledger(
@@ -354,12 +354,6 @@ def transformers_untraced() -> Iterator[None]:
         return
     with replaced(library, "is_fake_tensor", lambda _: False):
         yield
-
-
-def _could_be_verified(setting: StepSetting, precision: Precision, device: torch.device) -> bool:
-    # Other layouts, recomputing and compiled code were not compared with real runs.
-    plain = setting == StepSetting(precision.name, batch=setting.batch)
-    return device.type == "cpu" and plain and precision.name in _VERIFIED
 
 
 def _memory_outside_update(candidate: FakeCandidate, case: Case) -> dict[str, int]:

@@ -89,7 +89,12 @@ class Walk:
                 self._add(following, number, gradient)
 
     def _add(self, node: Any, number: int, gradient: Tensor) -> None:
-        gradient = _fitted(gradient, node._input_metadata[number])
+        # The engine passes a gradient on reduced to the tensor's shape, in its dtype.
+        wanted = node._input_metadata[number]
+        if gradient.shape != wanted.shape:
+            gradient = gradient.sum_to_size(wanted.shape)
+        if gradient.dtype != wanted.dtype:
+            gradient = gradient.to(wanted.dtype)
         slots = self.waiting.setdefault(node, [])
         slots.extend([None] * (number + 1 - len(slots)))
         before = slots[number]
@@ -113,13 +118,6 @@ class Walk:
         key = tensor.untyped_storage()._cdata
         same = (t for slots in self.waiting.values() for t in slots if t is not None)
         return sum(bool(other.untyped_storage()._cdata == key) for other in same) >= times
-
-
-def _fitted(gradient: Tensor, wanted: Any) -> Tensor:
-    """Return the gradient as the engine passes it on: reduced to the tensor's shape, in its dtype."""
-    if gradient.shape != wanted.shape:
-        gradient = gradient.sum_to_size(wanted.shape)
-    return gradient if gradient.dtype == wanted.dtype else gradient.to(wanted.dtype)
 
 
 def _edges_to_leaves(root: Any) -> Counter[int]:
@@ -313,7 +311,11 @@ def as_fake(case: Case, mode: FakeTensorMode) -> Case:
     """Return the same case on fake tensors; the user's model is neither changed nor copied."""
     # A deep copy loses what `model.compile()` has set.
     compiled = case.compiled or uses_compiled(case.model, case.loss_fn)
-    return replace(case, model=_fake_model(case.model, mode), batch=_fake(case.batch, mode), compiled=compiled)
+
+    def fake(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else with_numbers(mode.from_tensor(tensor), tensor)
+
+    return replace(case, model=_fake_model(case.model, mode), batch=mapped(case.batch, fake), compiled=compiled)
 
 
 def _fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -324,7 +326,10 @@ def _fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     memo: dict[int, Any] = {id(layer): QuantizedTwin(layer, mode) for layer in quantized_layers(model)}
     for layer in quantized_layers(model):
         real.pop(id(layer.weight))
-    memo |= {key: _twin(tensor, mode) for key, tensor in real.items()}
+    for key, tensor in real.items():
+        memo[key] = twin = with_numbers(mode.from_tensor(tensor), tensor)
+        # from_tensor also converts a gradient, but an update starts without one.
+        twin.grad = None
     return copy.deepcopy(model, memo)
 
 
@@ -334,20 +339,6 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
         for value in (module._parameters, module._buffers, *vars(module).values()):
             if not isinstance(value, nn.Module):
                 yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _twin(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    twin = with_numbers(mode.from_tensor(tensor), tensor)
-    # from_tensor also converts a gradient, but an update starts without one.
-    twin.grad = None
-    return twin
-
-
-def _fake(batch: Any, mode: FakeTensorMode) -> Any:
-    def fake(tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else with_numbers(mode.from_tensor(tensor), tensor)
-
-    return mapped(batch, fake)
 
 
 # -- placing ----------------------------------------------------------------------------------------------------------

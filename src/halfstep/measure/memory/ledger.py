@@ -113,7 +113,9 @@ def memory_blocks(columns: Sequence[Ledger]) -> Iterator[Block]:
         yield from charts_of(memory_bars(uses, f"Tensors at the peak, batch {samples}"))
         if any(column.by_format for column in together):
             yield Heading("Kept for backward", "at the end of forward, by format and by module")
-            yield _activations(together)
+            by_format, by_module = [column.by_format for column in together], [column.by_module for column in together]
+            rows = [*_rows_by_size(by_format), (), *_rows_by_size(by_module)[:_MODULES]]
+            yield number_table("", [column.setting.precision for column in together], rows)
 
 
 def note_blocks(notes: Iterable[str]) -> Iterator[Block]:
@@ -133,12 +135,6 @@ def _parts(columns: Sequence[Ledger]) -> Table:
     rows += [(), (Span("peak", strong=True), *peaks)]
     if len({column.moment for column in columns}) > 1:
         rows.append(("when", *(column.moment for column in columns)))
-    return number_table("", [column.setting.precision for column in columns], rows)
-
-
-def _activations(columns: Sequence[Ledger]) -> Table:
-    by_format, by_module = [column.by_format for column in columns], [column.by_module for column in columns]
-    rows = [*_rows_by_size(by_format), (), *_rows_by_size(by_module)[:_MODULES]]
     return number_table("", [column.setting.precision for column in columns], rows)
 
 

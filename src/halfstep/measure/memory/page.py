@@ -9,7 +9,7 @@ from halfstep import numbers
 from halfstep.draw.notebook import ShownAsPage
 from halfstep.measure.memory.fitting import BatchFit
 from halfstep.measure.memory.ledger import memory_blocks, note_blocks
-from halfstep.measure.memory.verdict import DeviceEstimate, EstimateVerdict, Saving, place_in_words
+from halfstep.measure.memory.verdict import DeviceEstimate, EstimateVerdict, place_in_words
 from halfstep.page import Block, Command, Heading, Page, Paragraph, Span, number_table
 
 
@@ -37,17 +37,16 @@ def estimate_page(report: EstimateReport, command: str = "") -> Page:
         # The first mode (kept or recomputed activations) that was estimated.
         columns, savings = report.devices[0].columns, report.verdict.savings
         blocks += memory_blocks([one for one in columns if one.setting.recompute == columns[0].setting.recompute])
-        blocks += [_saving(row) for row in savings if row.recompute == savings[0].recompute]
+        for row in savings:
+            if row.recompute == savings[0].recompute:
+                change = f"{abs(row.saved):.0%} {'less' if row.saved >= 0 else 'more'} than fp32 at batch {row.batch}"
+                why = f"; {row.why}" if row.why else ""
+                blocks.append(Paragraph(f"{row.precision}: {change}{why}", indent=True, gap=True))
     for device in report.devices:
         blocks += _device(device)
     blocks += note_blocks(_notes(report))
     blocks += [Command(command, "next: ", gap=True)] if command else []
     return Page(f"memory of {report.case}", tuple(blocks))
-
-
-def _saving(row: Saving) -> Paragraph:
-    change = f"{abs(row.saved):.0%} {'less' if row.saved >= 0 else 'more'} than fp32 at batch {row.batch}"
-    return Paragraph(f"{row.precision}: {change}{f'; {row.why}' if row.why else ''}", indent=True, gap=True)
 
 
 def _device(found: DeviceEstimate) -> Iterator[Block]:

@@ -419,9 +419,9 @@ class Timeline:
         key = storage._cdata
         block = self._alive.get(key)
         if block is None:
-            block = MemoryBlock(
-                storage.nbytes(), self.now if born is None else born, part, _format(tensor.dtype), module
-            )
+            found = format_of(tensor.dtype)
+            format_name = found.name if found else str(tensor.dtype).removeprefix("torch.")
+            block = MemoryBlock(storage.nbytes(), self.now if born is None else born, part, format_name, module)
             self.blocks.append(block)
             self._alive[key] = block
             # A weak reference: a strong one would keep the storage alive and hide when it is freed.
@@ -462,8 +462,3 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
         elif isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             yield leaf
-
-
-def _format(dtype: torch.dtype) -> str:
-    found = format_of(dtype)
-    return found.name if found else str(dtype).removeprefix("torch.")

@@ -205,8 +205,12 @@ class ValueTracker(TorchDispatchMode):
         known = {id(leaf): numbers for leaf in leaves if (numbers := self._numbers(leaf)) is not None}
         if len(known) < len({id(leaf) for leaf in leaves}):
             return None
-        same = isinstance(result, Tensor) and bool(leaves) and _keeps_sameness(func)
-        same = same and all(_is_same(numbers.value) for numbers in known.values())
+        # These make one number of one number: element by element, any, all.
+        keeps = torch.Tag.pointwise in func.tags or func._schema.name in ("aten::any", "aten::all")
+        same = isinstance(result, Tensor) and bool(leaves) and keeps and not func._schema.is_mutable
+        # All elements of each value must be one number in memory.
+        values = [numbers.value for numbers in known.values()]
+        same = same and all(v.numel() == 1 or (v.numel() > 1 and not any(v.stride())) for v in values)
         if not same and not all(map(_few, (*leaves, *_tensors(result)))):
             return None
 
@@ -315,18 +319,6 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _few(tensor: Tensor) -> bool:
     wide = tensor.is_floating_point() or tensor.is_complex()
     return tensor.layout is torch.strided and tensor.numel() <= (_MOST_FLOATS if wide else _MOST_INTEGERS)
-
-
-def _is_same(value: Tensor) -> bool:
-    """Return whether all elements are one number in memory."""
-    return value.numel() == 1 or (value.numel() > 1 and not any(value.stride()))
-
-
-def _keeps_sameness(func: OpOverload) -> bool:
-    """Return whether the operation makes one number of one number: element by element, any, all."""
-    return not func._schema.is_mutable and (
-        torch.Tag.pointwise in func.tags or func._schema.name in ("aten::any", "aten::all")
-    )
 
 
 def _is_level(args: Any) -> bool:

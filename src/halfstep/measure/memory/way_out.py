@@ -79,14 +79,13 @@ def within_reach(target: Target) -> int:
     """Return the bytes that tensors of this process can use now: the device's memory, less what others hold."""
     found = [target.usable]
     with contextlib.suppress(Exception):  # a limit applies only where it can be read
-        found += _of_accelerator() if target.device.kind != "cpu" else _of_main_memory(target)
+        if target.device.kind == "cpu":
+            found += _of_main_memory(target)
+        else:
+            free, _ = torch.accelerator.get_memory_info()
+            # Reserved memory is the caching allocator's, so this process can reuse it.
+            found.append(int(free) + int(torch.accelerator.memory_reserved()))
     return max(0, min(found))
-
-
-def _of_accelerator() -> list[int]:
-    free, _ = torch.accelerator.get_memory_info()
-    # Reserved memory is the caching allocator's, so this process can reuse it.
-    return [int(free) + int(torch.accelerator.memory_reserved())]
 
 
 def _of_main_memory(target: Target) -> Iterator[int]:

@@ -186,8 +186,13 @@ def _verdict(plan: Plan) -> Iterator[Block]:
     yield Paragraph((Span(plan.headline, "good", strong=True), speed))
     if plan.growth:
         yield Paragraph(Span(plan.growth.words, "warn"))
-    yield Paragraph(f"{plan.name}: {_changed(plan) or 'as it is now'}")
-    yield Paragraph(Span(f"{plan.device.name}: {_formats(plan)}", "dim"))
+    now, then = vars(plan.now), vars(plan.choice.setting)
+    changed = "; ".join(f"{key} {_shown(now[key])} -> {_shown(then[key])}" for key in then if now[key] != then[key])
+    yield Paragraph(f"{plan.name}: {changed or 'as it is now'}")
+    native = [name for name, found in plan.formats.items() if found.native]
+    lacking = [name for name, found in plan.formats.items() if not found.native]
+    formats = f"computes in {', '.join(native)}" + (f"; not in {', '.join(lacking)}" if lacking else "")
+    yield Paragraph(Span(f"{plan.device.name}: {formats}", "dim"))
     if any(cell.cut == NotMeasured.NO_TIME for cell in plan.ladder):
         # Three times the seconds, in whole minutes.
         more = 60 * math.ceil(plan.seconds / 20)
@@ -200,19 +205,8 @@ def _verdict(plan: Plan) -> Iterator[Block]:
         yield Paragraph(Span("interrupted: this is the best of what had been measured", "warn"))
 
 
-def _changed(plan: Plan) -> str:
-    now, then = vars(plan.now), vars(plan.choice.setting)
-    return "; ".join(f"{key} {_shown(now[key])} -> {_shown(then[key])}" for key in then if now[key] != then[key])
-
-
 def _shown(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-
-
-def _formats(plan: Plan) -> str:
-    native = [name for name, found in plan.formats.items() if found.native]
-    lacking = [name for name, found in plan.formats.items() if not found.native]
-    return f"computes in {', '.join(native)}" + (f"; not in {', '.join(lacking)}" if lacking else "")
 
 
 def _why(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -223,15 +217,13 @@ def _why(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.runner_up:
         yield "runner-up", f"{plan.runner_up.name}: {plan.why_not}"
     if plan.growth_ended:
-        yield "larger batch", f"{_growth(plan.growth) if plan.growth else 'none'}; {plan.growth_ended}"
-
-
-def _growth(growth: Growth) -> str:
-    return (
-        f"{growth.setting.batch} samples: {growth.speed.speedup:.2f}x by samples; learning rate "
-        f"{growth.learning_rate:.3g} ({growth.rule}), {growth.warmup_steps} updates of warm-up, "
-        f"{growth.note}"
-    )
+        growth, larger = plan.growth, "none"
+        if growth:
+            larger = (
+                f"{growth.setting.batch} samples: {growth.speed.speedup:.2f}x by samples; learning rate "
+                f"{growth.learning_rate:.3g} ({growth.rule}), {growth.warmup_steps} updates of warm-up, {growth.note}"
+            )
+        yield "larger batch", f"{larger}; {plan.growth_ended}"
 
 
 def _ladder(plan: Plan) -> Table:
@@ -249,19 +241,16 @@ def _ladder(plan: Plan) -> Table:
 
 def _row(cell: LadderCell, speed: Speed, plan: Plan) -> list[str]:
     is_baseline = cell.setting == plan.baseline
+    interval = f"{speed.low:.2f} to {speed.high:.2f}" if speed.pairs >= FEWEST_FOR_INTERVAL else "too few"
     return [
         "strict fp32" + cell.name.removeprefix("fp32") if is_baseline else cell.name,
         f"{speed.speedup:.2f}x",
-        "-" if is_baseline else _range(speed),
+        "-" if is_baseline else interval,
         str(speed.pairs),
         numbers.duration(speed.seconds),
         numbers.size(cell.peak) if cell.peak else "-",
         cell.parity.verdict if cell.parity and not is_baseline else "-",
     ]
-
-
-def _range(speed: Speed) -> str:
-    return f"{speed.low:.2f} to {speed.high:.2f}" if speed.pairs >= FEWEST_FOR_INTERVAL else "too few"
 
 
 def _cut(ladder: Iterable[Cell]) -> dict[str, list[str]]:
@@ -315,7 +304,11 @@ def next_blocks(plan: Plan, command: PlanCommand) -> Iterator[Block]:
         yield from _to_type("nothing was written; to write the recipe, type", again)
         if not command.settings:
             yield Paragraph("or train with the same settings at once:", wrap=False)
-            yield Command(f"halfstep train {shlex.quote(command.subject)} {_settings(plan)}", "  ")
+            settings = shlex.join(
+                f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+                for key, value in plan.changes.items()
+            )
+            yield Command(f"halfstep train {shlex.quote(command.subject)} {settings}", "  ")
     else:
         yield from _in_python(plan)
 
@@ -333,9 +326,3 @@ def _to_type(lead: str, *lines: str) -> Iterator[Block]:
 def _quoted(path: str) -> str:
     # A bare name would be taken for a shipped recipe.
     return shlex.quote(path if "/" in path else f"./{path}")
-
-
-def _settings(plan: Plan) -> str:
-    return shlex.join(
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in plan.changes.items()
-    )

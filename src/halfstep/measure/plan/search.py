@@ -330,7 +330,12 @@ class Growing:
             if cell.speed is None or cell.cut:
                 self.ended = f"{setting.batch} samples: {cell.cut}"
                 return
-            by_sample = _by_sample(cell.speed, factor)
+            by_sample = replace(
+                cell.speed,
+                speedup=cell.speed.speedup * factor,
+                low=cell.speed.low * factor,
+                high=cell.speed.high * factor,
+            )
             if not wholly_above(by_sample, best):
                 self.ended = f"{setting.batch} samples gained nothing beyond doubt: {by_sample.speedup:.2f}x by samples"
                 return
@@ -344,10 +349,6 @@ def scaled_lr(optimizer: str, rate: float, factor: int) -> tuple[float, str]:
     if optimizer.lower() == "sgd":
         return _rounded(rate * factor), f"linear scaling for SGD: {factor}x"
     return _rounded(rate * math.sqrt(factor)), f"square root scaling for {optimizer}: {math.sqrt(factor):.3g}x"
-
-
-def _by_sample(speed: Speed, factor: int) -> Speed:
-    return replace(speed, speedup=speed.speedup * factor, low=speed.low * factor, high=speed.high * factor)
 
 
 def _rounded(rate: float) -> float:

@@ -54,7 +54,9 @@ class Compilations:
         new = records[known[0] + 1 :] if known else records
         self._last = _last(records)
         reasons = [record.recompile_reason for record in new if record.recompile_reason]
-        return len(new), sum(record.duration_us or 0 for record in new) / 1e6, _short(reasons[-1]) if reasons else ""
+        # The guard that failed, without the advice that torch appends.
+        reason = reasons[-1].split("#")[0].split("(HINT")[0].strip()[:_LONGEST_REASON] if reasons else ""
+        return len(new), sum(record.duration_us or 0 for record in new) / 1e6, reason
 
 
 def warm_up(step: Callable[[], object], stopwatch: Stopwatch, seconds: float) -> Warming:
@@ -91,11 +93,6 @@ def _last(records: list[Any]) -> Any:
     return records[-1] if records else None
 
 
-def _short(reason: str) -> str:
-    """Return the guard that failed, without the advice that torch appends."""
-    return reason.split("#")[0].split("(HINT")[0].strip()[:_LONGEST_REASON]
-
-
 _MOST_STEPS, _FEWEST, _READS = 40, 3, 3
 _BUFFERED = 2
 """torch's default prefetch_factor: batches that each worker reads ahead. The first steps use those without waiting."""
@@ -118,6 +115,9 @@ def fed(candidate: Candidate, data: CaseData, seconds: float) -> Feeding:
     rows = _in_full_run(every, data.workers)
     # If each pass has a single step, all of its wait is for workers to start.
     wait = _mean([row.wait for row in rows if row.place or not data.workers])
+    # The extra seconds per step of the first batches of all passes but the first.
+    again = every[1:]
+    late = [max(0.0, row.wait - wait) for row in again if row.place == 0]
     each = candidate.setting.microbatches
     threads = torch.get_num_threads() if candidate.device.type == "cpu" else 0
     counts, compiling, reasons = zip(*(row.compiled for row in rows), strict=True)
@@ -131,7 +131,7 @@ def fed(candidate: Candidate, data: CaseData, seconds: float) -> Feeding:
         cores=cores(),
         threads=threads,
         warming=Warming(times, counts, compiling, next((why for why in reversed(reasons) if why), "")),
-        restarting=_restarting(every, wait) if data.workers else 0.0,
+        restarting=sum(late) / len(again) if data.workers and again else 0.0,
     )
 
 
@@ -145,13 +145,6 @@ def _in_full_run(rows: list[_Row], workers: int) -> list[_Row]:
         if len(found) >= _FEWEST:
             return found
     return rows
-
-
-def _restarting(rows: list[_Row], wait: float) -> float:
-    """Return the extra seconds per step of the first batches of all passes but the first."""
-    again = rows[1:]
-    late = [max(0.0, row.wait - wait) for row in again if row.place == 0]
-    return sum(late) / len(again) if again else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

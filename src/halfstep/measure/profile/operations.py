@@ -285,7 +285,9 @@ def look(model: nn.Module, step: Callable[[], object]) -> StepLayers:
         by_format[found] += work
         by_module[operation.module] += work
         if found in _WIDE:
-            wide[_whose(operation.module, declared)] += work
+            module = operation.module
+            around = (path for path in declared if path and (module == path or module.startswith(f"{path}.")))
+            wide[next(around, module or "(the model itself)")] += work
             wide_modules.add(operation.module)
 
     layers: dict[str, Layer] = {}
@@ -338,13 +340,6 @@ def _same(layer: Layer) -> tuple[Any, ...]:
         (layer.shape, layer.dtype, layer.layout),
         (layer.needs_gradient, *(parameter.requires_grad for parameter in layer.module.parameters())),
     )
-
-
-def _whose(module: str, declared: tuple[str, ...]) -> str:
-    for path in declared:
-        if path and (module == path or module.startswith(f"{path}.")):
-            return path
-    return module or "(the model itself)"
 
 
 def _noting(layers: dict[str, Layer], name: str) -> Callable[[nn.Module, Any, Any], None]:

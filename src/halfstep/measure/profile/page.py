@@ -10,7 +10,7 @@ from halfstep.draw.notebook import ShownAsPage
 from halfstep.json_data import JsonResult
 from halfstep.measure.conditions import Conditions, busy, in_words
 from halfstep.measure.profile.causes import Cause
-from halfstep.measure.profile.facts import PARTS, MisalignedLayer, ProfileFacts, StepTimes
+from halfstep.measure.profile.facts import PARTS, ProfileFacts
 from halfstep.measure.profile.next_command import layers
 from halfstep.numbers import duration, several
 from halfstep.page import Bar, Bars, Block, Charts, Command, Heading, Page, Pairs, Paragraph, Piece, Span
@@ -74,7 +74,12 @@ def _speed(facts: ProfileFacts) -> Iterator[Block]:
     if race.own_fp32 is not None:
         rows[f"fp32 as set here ({facts.fp32_means})"] = duration(race.own_fp32)
     if facts.asked != "fp32":
-        rows[facts.asked] = f"{duration(race.asked)}, {_gain(race)}"
+        pairs = several(race.pairs, "pair")
+        gain = f"{race.speedup:.2f}x of strict fp32 ({race.low:.2f}-{race.high:.2f}x over {pairs})"
+        # Fewer pairs have no confidence interval.
+        if race.pairs < FEWEST_FOR_INTERVAL:
+            gain = f"not measured well enough: {pairs}"
+        rows[facts.asked] = f"{duration(race.asked)}, {gain}"
     feeding = facts.feeding
     if feeding is not None:
         rows["with data"] = f"{duration(feeding.step)}, of which {duration(feeding.wait)} waiting"
@@ -84,14 +89,6 @@ def _speed(facts: ProfileFacts) -> Iterator[Block]:
         rows["ceiling"] = f"{facts.ceiling:.2f}x if matrix work took no time at all"
     yield Heading("Speed", "a step on a fixed batch")
     yield _pairs(rows)
-
-
-def _gain(race: StepTimes) -> str:
-    # Fewer pairs have no confidence interval.
-    if race.pairs < FEWEST_FOR_INTERVAL:
-        return f"not measured well enough: {several(race.pairs, 'pair')}"
-    interval = f"{race.low:.2f}-{race.high:.2f}x over {several(race.pairs, 'pair')}"
-    return f"{race.speedup:.2f}x of strict fp32 ({interval})"
 
 
 def _shares(facts: ProfileFacts) -> Iterator[Block]:
@@ -117,11 +114,12 @@ def _layers(facts: ProfileFacts) -> Iterator[Block]:
             yield _pairs(shown)
     if facts.misaligned:
         yield Heading("Channels that are no multiple of 8", "forward and backward, as is and padded")
-        yield _pairs({layers(row.names, row.kind): _padding(row) for row in facts.misaligned})
-
-
-def _padding(row: MisalignedLayer) -> str:
-    return (
-        f"{row.channels} {duration(row.seconds)}, {row.padded} {duration(row.padded_seconds)}: "
-        f"{row.low:.2f}-{row.high:.2f}x; {row.flops_share:.0%} of the FLOPs"
-    )
+        yield _pairs(
+            {
+                layers(row.names, row.kind): (
+                    f"{row.channels} {duration(row.seconds)}, {row.padded} {duration(row.padded_seconds)}: "
+                    f"{row.low:.2f}-{row.high:.2f}x; {row.flops_share:.0%} of the FLOPs"
+                )
+                for row in facts.misaligned
+            }
+        )

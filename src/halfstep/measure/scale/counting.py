@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -177,11 +177,14 @@ def _counted(
 
 
 def _sharded(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout, mesh: Any) -> RankCounts:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
     narrow = precision.narrow
     units = shard_units(case.model, narrow)
     if setting.recompute:
         checkpoint_activations(case.model)
-    with _one_chunk_at_a_time():
+    # FSDP2 gets only the chunks that it reads: 1,024 of each parameter as tensors take minutes for 8 B parameters.
+    with replaced(_fsdp_param, "_chunk_with_empty", LazyChunks):
         apply_fully_shard(units, mesh, narrow)
     done = _update(case, setting, precision, layout)
     flying = _in_flight(units, narrow, layout.shard_size)
@@ -225,13 +228,6 @@ def _without_peers(layout: RankLayout) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def _one_chunk_at_a_time() -> AbstractContextManager[None]:
-    """Give FSDP2 only the chunks that it reads: 1,024 of each parameter as tensors take minutes for 8 B parameters."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    return replaced(_fsdp_param, "_chunk_with_empty", LazyChunks)
-
-
 class LazyChunks(Sequence[Tensor]):
     """The chunks of `torch.chunk`, made when they are read, and as many as were requested: the last may be empty."""
 
@@ -252,18 +248,14 @@ def _replicated(case: Case, setting: StepSetting, precision: Precision, layout: 
     if setting.recompute:
         checkpoint_activations(case.model)
     done = _update(case, setting, precision, layout)
-    trained = [p for p in case.model.parameters() if p.requires_grad]
-    buckets = _buckets(trained) if layout.world > 1 else []
-    sent = [Collective(REDUCE, size, layout.everyone, BACKWARD) for size in buckets]
+    buckets, sent = list[int](), list[Collective]()
     if layout.world > 1:
+        trained = [p for p in case.model.parameters() if p.requires_grad]
+        described = [torch.empty_like(p, device="meta") for p in trained]
+        found, _ = dist._compute_bucket_assignment_by_size(described, _BUCKETS)  # type: ignore[attr-defined]
+        buckets = [sum(trained[number].nbytes for number in bucket) for bucket in found]
+        sent += [Collective(REDUCE, size, layout.everyone, BACKWARD) for size in buckets]
         # Rank 0's buffers, one broadcast for each dtype: see step/replicated.py.
         by_dtype = itertools.groupby(sorted(case.model.buffers(), key=lambda b: str(b.dtype)), lambda b: b.dtype)
         sent += [Collective(BROADCAST, sum(b.nbytes for b in some), layout.everyone, FORWARD) for _, some in by_dtype]
     return _counted(done, layout, sent, setting.microbatches, units=len(buckets), in_flight=sum(buckets))
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return the bytes of DistributedDataParallel's buckets."""
-    described = [torch.empty_like(p, device="meta") for p in parameters]
-    found, _ = dist._compute_bucket_assignment_by_size(described, _BUCKETS)  # type: ignore[attr-defined]
-    return [sum(parameters[number].nbytes for number in bucket) for bucket in found]

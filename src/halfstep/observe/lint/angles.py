@@ -23,7 +23,9 @@ def look(seen: NarrowOperation) -> Finding | None:
     if not seen.has_values or given.dtype is not seen.result.dtype:
         return None
     size = given.detach().float().abs()
-    coarse = size.isfinite() & (size >= _first_coarse(seen)) & (size != size.round())
+    # The power of two from which on the spacing of the format is coarse.
+    first_coarse = float(2.0 ** math.ceil(math.log2(_COARSE / seen.format.epsilon)))
+    coarse = size.isfinite() & (size >= first_coarse) & (size != size.round())
     if not int(coarse.sum()) >= _MANY * size.numel():
         return None
     largest = float(size[coarse].max())
@@ -36,8 +38,3 @@ def look(seen: NarrowOperation) -> Finding | None:
         "compute positions times frequencies, and the sine of them, in fp32: {island}, or under "
         "torch.autocast(device, enabled=False)",
     )
-
-
-def _first_coarse(seen: NarrowOperation) -> float:
-    """Return the power of two from which on the spacing of the format is coarse."""
-    return float(2.0 ** math.ceil(math.log2(_COARSE / seen.format.epsilon)))

@@ -64,7 +64,8 @@ class OwnFunctions(TorchFunctionMode):
             if function.__module__.startswith("torchao."):
                 continue
             taken, given = _taken(node), _given(node, outputs)
-            if _mixed(taken | given) and not _is_protected(node, function, given):
+            mixed = len({is_narrow(one.dtype) for one in taken | given if not one.alone}) == 2
+            if mixed and not _is_protected(node, function, given):
                 self._reported.add(function)
                 line = f"{shown(code.co_filename)}:{code.co_firstlineno}"
                 self._emit(_finding(function, taken, given, loss.device.type), self._module_of(node), line)
@@ -108,15 +109,11 @@ def _given(node: Any, outputs: Iterable[int]) -> set[TensorDtype]:
     # For an output without a gradient, such as an index, autograd has no dtype and reports fp32.
     every = node._input_metadata
     described = [every[number] for number in outputs]
-    return {TensorDtype(one.dtype, _is_alone(one)) for one in described if one.dtype.is_floating_point}
-
-
-def _is_alone(described: Any) -> bool:
-    return not described.is_cpp_nested_tensor and not len(described.shape)
-
-
-def _mixed(met: set[TensorDtype]) -> bool:
-    return len({is_narrow(one.dtype) for one in met if not one.alone}) == 2
+    return {
+        TensorDtype(one.dtype, not one.is_cpp_nested_tensor and not len(one.shape))
+        for one in described
+        if one.dtype.is_floating_point
+    }
 
 
 def _is_protected(node: Any, function: Any, given: set[TensorDtype]) -> bool:

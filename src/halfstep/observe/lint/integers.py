@@ -26,19 +26,14 @@ def look(seen: NarrowOperation) -> Finding | None:
         return _counted(seen.result, seen.format)
     taken = seen.inputs[:1] if seen.packet is _aten._to_copy else [t for t in seen.inputs if not t.is_floating_point()]
     for given in taken:
-        if _is_a_list_of_places(given):
-            found = _rounded(given, seen.format)
-            if found is not None:
-                return found
+        # One number per sample or token: integer images lose no more than other values.
+        sizes = [size for size in given.shape if size > 1]
+        if not given.dim() or len(sizes) > 2 or given.dtype is torch.bool or isinstance(given, nn.Parameter):
+            continue
+        found = _rounded(given, seen.format)
+        if found is not None:
+            return found
     return None
-
-
-def _is_a_list_of_places(given: Tensor) -> bool:
-    """Return whether there is one number per sample or token: integer images lose no more than other values."""
-    sizes = [size for size in given.shape if size > 1]
-    return (
-        bool(given.dim()) and len(sizes) <= 2 and given.dtype is not torch.bool and not isinstance(given, nn.Parameter)
-    )
 
 
 def _rounded(given: Tensor, format: Format) -> Finding | None:

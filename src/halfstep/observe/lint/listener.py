@@ -89,14 +89,9 @@ def _merged(group: list[Spotted]) -> Spotted:
     modules = tuple(dict.fromkeys(one.module for one in group))
     named = first.module not in ("", OUTSIDE)
     island = f'island(model, "{first.module}")' if named else "halfstep.island around the function that does it"
-    finding = replace(
-        first.finding, evidence=_evidence(first, len(modules)), fix=first.finding.fix.replace("{island}", island)
-    )
+    more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+    places = [first.line or "", f"in {first.module}{more}" if named else ""]
+    place = " ".join(filter(None, places))
+    evidence = f"{place}: {first.finding.evidence}" if place else first.finding.evidence
+    finding = replace(first.finding, evidence=evidence, fix=first.finding.fix.replace("{island}", island))
     return replace(first, finding=finding, modules=modules)
-
-
-def _evidence(first: Spotted, modules: int) -> str:
-    module = "" if first.module in ("", OUTSIDE) else f"in {first.module}"
-    more = f" and {modules - 1} more" if modules > 1 and module else ""
-    place = " ".join(part for part in (first.line, f"{module}{more}") if part)
-    return f"{place}: {first.finding.evidence}" if place else first.finding.evidence

@@ -28,8 +28,12 @@ def look(seen: NarrowOperation) -> Finding | None:
     """Return a finding for a mask value that overflows the result's format, or None."""
     if seen.packet is _aten._to_copy:
         return _cast(seen)
-    if seen.packet is _aten.mul and not _times_a_mask(seen):
-        return None
+    if seen.packet is _aten.mul:
+        # If the first input has other values than zeros and ones, the product decides.
+        given = seen.inputs[0]
+        is_mask = seen.has_values and bool(seen.result.isinf().any()) and bool(((given == 0) | (given == 1)).all())
+        if not is_mask:
+            return None
     for scalar in seen.scalars():
         if abs(scalar) > seen.format.largest:
             return too_large(scalar, seen.format, _REFUSED if seen.packet in _FILLS else _NAN)
@@ -50,12 +54,6 @@ def written(function: Any, given: Sequence[Any], named: Mapping[str, object]) ->
     if format is None or not numbers or not format.largest < abs(numbers[0]) < math.inf:
         return None
     return too_large(numbers[0], format, so)
-
-
-def _times_a_mask(seen: NarrowOperation) -> bool:
-    """Return whether the first input consists of zeros and ones; for other values the product decides."""
-    given = seen.inputs[0]
-    return seen.has_values and bool(seen.result.isinf().any()) and bool(((given == 0) | (given == 1)).all())
 
 
 def _cast(seen: NarrowOperation) -> Finding | None:

@@ -25,10 +25,11 @@ def _too_large(seen: NarrowOperation) -> Finding | None:
     wide = seen.in_fp32()
     if wide is None or not largest_finite(wide) > seen.format.largest:
         return None
+    length = seen.inputs[0].numel() // max(seen.result.numel() if seen.packet is not _aten.cumsum else 1, 1)
     return Finding(
         "reduction-overflows",
         "error",
-        f"{_name(seen)} over {_length(seen)} numbers is {number(largest_finite(wide))}, "
+        f"{_name(seen)} over {length} numbers is {number(largest_finite(wide))}, "
         f"and {seen.format.name} ends at {number(seen.format.largest)}",
         f"widen before it: halfstep.widen(x).{_name(seen)}(...), or {{island}}",
     )
@@ -51,10 +52,6 @@ def _miscounted(seen: NarrowOperation) -> Finding | None:
         f"{_name(seen)} counts {number(true)} ones as {number(found)}: {seen.format.name} counts to {counts}",
         "count in integers or in fp32: mask.cumsum(-1) before the cast",
     )
-
-
-def _length(seen: NarrowOperation) -> int:
-    return seen.inputs[0].numel() // max(seen.result.numel() if seen.packet is not _aten.cumsum else 1, 1)
 
 
 def _name(seen: NarrowOperation) -> str:

@@ -33,11 +33,13 @@ def look(seen: NarrowOperation) -> Finding | None:
     if not 2 * int(noise.sum()) > noise.numel():
         return None
     worst = int((mean * noise).argmax())
+    size = mean[worst].item()
+    step = float(seen.format.epsilon * 2.0 ** math.floor(math.log2(size)))
     return Finding(
         "variance-of-rounding",
         "warning",
-        f"numbers about {number(mean[worst].item())} that spread by {number(spread[worst].item())}: at that size "
-        f"{seen.format.name} has steps of {number(_step(mean[worst].item(), seen))}, so the variance is rounding",
+        f"numbers about {number(size)} that spread by {number(spread[worst].item())}: at that size "
+        f"{seen.format.name} has steps of {number(step)}, so the variance is rounding",
         _FIX,
     )
 
@@ -59,10 +61,6 @@ def _groups(seen: NarrowOperation) -> Tensor | None:
         return given.reshape(1, -1)
     last = [dimension % given.dim() for dimension in dimensions]
     return given.movedim(last, list(range(-len(last), 0))).reshape(-1, math.prod(given.shape[d] for d in last))
-
-
-def _step(size: float, seen: NarrowOperation) -> float:
-    return float(seen.format.epsilon * 2.0 ** math.floor(math.log2(size)))
 
 
 class Differences:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -41,7 +41,10 @@ def check(place: PartContext) -> Measured:
         for _ in range(_WARM):
             arm()
     for _ in range(_ROUNDS):
-        found, itself = _raced(arms, Stopwatch(device))
+        watch = Stopwatch(device)
+        turns = list(clock.interleaved({name: partial(watch.seconds, arm) for name, arm in arms.items()}, _PAIRS))
+        base = [times["by hand"] for times in turns]
+        found, itself = (clock.compare([times[name] for times in turns], base) for name in ("stepper", "again"))
         if found.median <= MOST:
             break
     require(
@@ -51,14 +54,6 @@ def check(place: PartContext) -> Measured:
     figures = {"ratio": found.median, "against_itself": itself.median, "added_us": added, "pairs": found.pairs}
     words = f"{found.median:.3f}x of by hand in {precision} (aa {itself.median:.3f}x)"
     return Measured(words, figures | {"precision": precision.name})
-
-
-def _raced(arms: Mapping[str, Callable[[], object]], watch: Stopwatch) -> tuple[clock.Ratio, clock.Ratio]:
-    """Return the ratios of the Stepper and of the second loop by hand to the first."""
-    turns = list(clock.interleaved({name: partial(watch.seconds, arm) for name, arm in arms.items()}, _PAIRS))
-    base = [times["by hand"] for times in turns]
-    found, itself = (clock.compare([times[name] for times in turns], base) for name in ("stepper", "again"))
-    return found, itself
 
 
 def _by_hand(device: torch.device, precision: Precision, data: Batch) -> Callable[[], object]:

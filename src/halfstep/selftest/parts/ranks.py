@@ -79,7 +79,9 @@ def decisions(device: torch.device) -> dict[str, Any]:
         if window == "nan" and rank == last:
             images = images * float("nan")
         report = stepper.step(classified, (images, classes))
-        found[window] = {"reason": report.reason, "weights": _weights(model)}
+        # Sums to the last bit, of parameters alone: buffers are each rank's own, as batch statistics are.
+        weights = [float(p.detach().double().sum()).hex() for p in model.parameters()]
+        found[window] = {"reason": report.reason, "weights": weights}
     try:
         stepper.step(partial(_raising, fails=rank == last), batch(device, seed=rank))
         found["error_of_one"] = "lost"
@@ -93,11 +95,6 @@ def _raising(model: nn.Module, data: Batch, fails: bool) -> Tensor:
     if fails:
         raise _Planted
     return loss
-
-
-def _weights(model: nn.Module) -> list[str]:
-    """Return sums of the parameters to the last bit; buffers are each rank's own, as batch statistics are."""
-    return [float(p.detach().double().sum()).hex() for p in model.parameters()]
 
 
 def decide(rank: int, kind: str, count: int, store: Path) -> dict[str, Any]:

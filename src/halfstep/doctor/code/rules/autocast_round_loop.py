@@ -37,14 +37,11 @@ def updating_loop(facts: Facts, autocast: Autocast) -> ast.For | ast.AsyncFor | 
         inside = [one for one in ancestors(script, step) if isinstance(one, (*LOOPS, ast.With, ast.AsyncWith))]
         for loop in inside:
             is_inside = isinstance(loop, LOOPS) and facts.autocasts.around(loop) is autocast
-            if is_inside and _has_backward(facts, loop) and facts.autocasts.around(step) is autocast:
+            has_backward = is_inside and any(loop in ancestors(script, call) for call in facts.backwards)
+            if has_backward and facts.autocasts.around(step) is autocast:
                 assert isinstance(loop, LOOPS)
                 return loop
     return None
-
-
-def _has_backward(facts: Facts, loop: ast.AST) -> bool:
-    return any(loop in ancestors(facts.script, call) for call in facts.backwards)
 
 
 def _turned_inside_out(facts: Facts, autocast: Autocast, loop: ast.For | ast.AsyncFor | ast.While) -> Patch:

@@ -57,7 +57,11 @@ def _moved_out(facts: Facts, call: ast.Call, autocast: Autocast) -> Patch:
     script, patch = facts.script, facts.script.patch()
     at = script.statement(call)
     outer = script.parents[at]
-    if not isinstance(outer, ast.With) or at is outer.body[0] or autocast.call not in _opened(outer):
+    if (
+        not isinstance(outer, ast.With)
+        or at is outer.body[0]
+        or autocast.call not in [item.context_expr for item in outer.items]
+    ):
         patch.spoil()
         return patch
     leaving = [one for one in outer.body if not precedes(one, at)]
@@ -66,10 +70,6 @@ def _moved_out(facts: Facts, call: ast.Call, autocast: Autocast) -> Patch:
     for statement in leaving:
         patch.reindent(statement, patch.indent(outer))
     return patch
-
-
-def _opened(with_: ast.With) -> list[ast.expr]:
-    return [item.context_expr for item in with_.items]
 
 
 def _may_leave(statement: ast.stmt) -> bool:

@@ -34,7 +34,10 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
 def _step_after(facts: Facts, clip: ast.Call) -> ScalerCall | None:
     """Return the scaler's step after the clipping; None if the gradients are unscaled, or not scaled."""
     script, scope = facts.script, facts.script.scopes[clip]
-    if any("scale" in word for word in words_in(clip)) or _asks_for_scale(facts, scope):
+    if any("scale" in word for word in words_in(clip)):
+        return None
+    # A function that reads the scale may unscale by hand.
+    if any("get_scale" in words_in(call.func) for call in script.calls(scope)):
         return None
     for step in facts.scalers.of("step", scope):
         backwards = [
@@ -46,19 +49,14 @@ def _step_after(facts: Facts, clip: ast.Call) -> ScalerCall | None:
     return None
 
 
-def _asks_for_scale(facts: Facts, scope: ast.AST) -> bool:
-    """Return whether a function reads the scale, and may unscale by hand."""
-    return any("get_scale" in words_in(call.func) for call in facts.script.calls(scope))
-
-
 def _is_unscaled(facts: Facts, clip: ast.Call) -> bool:
     """Return whether something unscales before, `scaler.unscale_` or a function of that name."""
-    calls = [call for call in facts.script.calls(facts.script.scopes[clip]) if "unscale" in _called(call)]
+    calls = [
+        call
+        for call in facts.script.calls(facts.script.scopes[clip])
+        if "unscale" in (method(call) or path_of(call.func) or "")
+    ]
     return any(follows(facts.script, call, clip) for call in calls)
-
-
-def _called(call: ast.Call) -> str:
-    return method(call) or path_of(call.func) or ""
 
 
 def _has_other_test(facts: Facts, clip: ast.Call, step: ScalerCall) -> bool:

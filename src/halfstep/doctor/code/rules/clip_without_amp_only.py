@@ -41,11 +41,8 @@ def _are_branches(facts: Facts, step: ScalerCall, call: ast.Call) -> bool:
     script = facts.script
     first, second = sorted((step.call, call), key=lambda node: (node.lineno, node.col_offset))
     same_loop = loop_of(script, step.call) is loop_of(script, call)
-    return same_loop and exclusive(script, first, second) and dict(_paths(facts)).get(call) == step.optimizer
-
-
-def _paths(facts: Facts) -> Iterator[tuple[ast.Call, str]]:
-    yield from ((call, path) for path, call in facts.optimizer_steps)
+    paths = {stepping: path for path, stepping in facts.optimizer_steps}
+    return same_loop and exclusive(script, first, second) and paths.get(call) == step.optimizer
 
 
 def _is_clipped(facts: Facts, step: ScalerCall) -> bool:

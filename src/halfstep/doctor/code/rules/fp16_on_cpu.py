@@ -26,15 +26,11 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             evidence = "`cpu=True` with `mixed_precision='fp16'`: accelerate reports fp16 and silently computes in fp32"
             yield _instead(facts.script, call, given, evidence, '"bf16"')
     for call in facts.script.calls_of(_TRAINERS):
-        yield from _of_lightning(facts.script, call)
+        given = argument(call, "precision")
+        if facts.script.constant(argument(call, "accelerator")) == "cpu" and facts.script.constant(given) in _FP16:
+            evidence = "`accelerator='cpu'` with fp16 precision: Lightning puts bf16-mixed in its place"
+            yield _instead(facts.script, call, given, evidence, '"bf16-mixed"')
     yield from _of_autocast(facts)
-
-
-def _of_lightning(script: Script, call: ast.Call) -> Iterator[LocatedFinding]:
-    given = argument(call, "precision")
-    if script.constant(argument(call, "accelerator")) == "cpu" and script.constant(given) in _FP16:
-        evidence = "`accelerator='cpu'` with fp16 precision: Lightning puts bf16-mixed in its place"
-        yield _instead(script, call, given, evidence, '"bf16-mixed"')
 
 
 def _of_autocast(facts: Facts) -> Iterator[LocatedFinding]:

@@ -45,14 +45,13 @@ def _scales_somehow(facts: Facts) -> bool:
     if facts.scalers.made or facts.scalers.calls:
         return True
     script = facts.script
-    words = {word for node in script.each(ast.Name, ast.Attribute, ast.arg) for word in _own_words(node)}
+    words = {
+        str(getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", ""))
+        for node in script.each(ast.Name, ast.Attribute, ast.arg)
+    }
     imported = {alias.name for node in script.each(ast.Import, ast.ImportFrom) for alias in node.names}
     sources = {node.module or "" for node in script.every(ast.ImportFrom)}
     return any(_SCALED.search(word) for word in words | imported | sources)
-
-
-def _own_words(node: ast.AST) -> Iterator[str]:
-    yield str(getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", ""))
 
 
 def _where_from(facts: Facts, call: ast.Call, certain: list[Autocast]) -> Autocast | None:

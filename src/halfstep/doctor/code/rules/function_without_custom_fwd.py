@@ -54,13 +54,11 @@ def _is_cast(forward: Function) -> bool:
     for node in ast.walk(forward):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             return True
-        if isinstance(node, ast.Call) and next(iter(words_in(node.func)), None) is not None and _name(node) in _CAST:
-            return True
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in _CAST and next(iter(words_in(node.func)), None) is not None:
+                return True
     return False
-
-
-def _name(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def _says(facts: Facts, function: Function) -> bool:

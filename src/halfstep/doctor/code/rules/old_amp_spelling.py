@@ -56,7 +56,11 @@ def _respelled(script: Script, calls: list[ast.Call]) -> Patch:
         patch.replace(call, _new(script, call, patch))
     for source in script.every(ast.ImportFrom):
         if source.module in ("torch.cuda.amp", "torch.cpu.amp"):
-            _import(script, source, patch)
+            if {alias.name for alias in source.names} <= _MOVED and script.scopes[source] is script.tree:
+                names = ", ".join(f"{a.name} as {a.asname}" if a.asname else a.name for a in source.names)
+                patch.replace(source, f"from torch.amp import {names}")
+            else:
+                patch.spoil()
     return patch
 
 
@@ -77,11 +81,3 @@ def _new(script: Script, call: ast.Call, patch: Patch) -> str:
     if not where and isinstance(call.func, ast.Name):
         name = call.func.id
     return f"{where}{name}({', '.join([f'{chr(34)}{device}{chr(34)}', *given])})"
-
-
-def _import(script: Script, source: ast.ImportFrom, patch: Patch) -> None:
-    if not {alias.name for alias in source.names} <= _MOVED or script.scopes[source] is not script.tree:
-        patch.spoil()
-        return
-    names = ", ".join(f"{a.name} as {a.asname}" if a.asname else a.name for a in source.names)
-    patch.replace(source, f"from torch.amp import {names}")

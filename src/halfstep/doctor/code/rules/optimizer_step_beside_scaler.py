@@ -58,14 +58,11 @@ def _container(facts: Facts, step: ScalerCall) -> str | None:
     """Return `optimizers` where the step is in a loop over `optimizers.values()` or `.items()`."""
     for loop in ancestors(facts.script, step.call):
         if isinstance(loop, ast.For) and step.optimizer in {path_of(node) for node in ast.walk(loop.target)}:
-            over = _viewed(loop.iter)
+            over = loop.iter
+            if isinstance(over, ast.Call) and isinstance(over.func, ast.Attribute) and over.func.attr in _VIEWS:
+                over = over.func.value
             return path_of(over)
     return None
-
-
-def _viewed(over: ast.expr) -> ast.expr:
-    is_view = isinstance(over, ast.Call) and isinstance(over.func, ast.Attribute) and over.func.attr in _VIEWS
-    return over.func.value if is_view and isinstance(over, ast.Call) and isinstance(over.func, ast.Attribute) else over
 
 
 _VIEWS = ("values", "items")

@@ -20,7 +20,9 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     """Yield a finding for the first optimizer's state of each saved dictionary, where no scaler's state is saved."""
     script = facts.script
     steps = [one for one in facts.scalers.of("step") if not facts.scalers.is_off(one.call)]
-    if not steps or _is_known_bf16(facts) or _saves_scaler(facts):
+    on = facts.autocasts.on
+    is_known_bf16 = bool(on) and all(one.format == "bf16" for one in on)
+    if not steps or is_known_bf16 or _saves_scaler(facts):
         return
     met: set[ast.AST] = set()
     for call in script.calls():
@@ -42,11 +44,6 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         )
 
 
-def _is_known_bf16(facts: Facts) -> bool:
-    on = facts.autocasts.on
-    return bool(on) and all(one.format == "bf16" for one in on)
-
-
 def _saves_scaler(facts: Facts) -> bool:
     """Return whether a state of a scaler is taken anywhere in the file, or the scaler itself is handed on."""
     script = facts.script
@@ -60,11 +57,10 @@ def _saves_scaler(facts: Facts) -> bool:
         ):
             return True
     values = (value for node in script.every(ast.Dict) for value in node.values)
-    return any(_is_scaler(value, paths) for value in values) or any(map(_names_state, script.every(ast.Constant)))
-
-
-def _names_state(node: ast.Constant) -> bool:
-    return isinstance(node.value, str) and node.value in ("scaler", "amp", "grad_scaler", "scaler_state_dict")
+    if any(_is_scaler(value, paths) for value in values):
+        return True
+    names = ("scaler", "amp", "grad_scaler", "scaler_state_dict")
+    return any(isinstance(node.value, str) and node.value in names for node in script.every(ast.Constant))
 
 
 def _is_scaler(node: ast.expr, paths: set[str]) -> bool:

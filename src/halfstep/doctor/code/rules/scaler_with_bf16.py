@@ -19,7 +19,10 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     if not on or any(one.format != "bf16" for one in on) or not facts.scalers.of("backward"):
         return
     for made in facts.scalers.made:
-        is_on = made.enabled is True and not _is_conditional(facts, made.call)
+        # A scaler that is made only in some cases: they may not be those of bf16.
+        around = [one for one in ancestors(facts.script, made.call) if isinstance(one, (ast.If, ast.IfExp))]
+        is_conditional = any("__name__" not in words_in(one.test) for one in around)
+        is_on = made.enabled is True and not is_conditional
         if is_on or _has_same_switch(facts, made):
             yield facts.script.finding(
                 "scaler_with_bf16",
@@ -44,12 +47,6 @@ def _has_same_switch(facts: Facts, made: MadeScaler) -> bool:
         and made.enabled is not False
         and all(one is not None and ast.dump(one) == ast.dump(given) for one in switches)
     )
-
-
-def _is_conditional(facts: Facts, call: ast.Call) -> bool:
-    """Return whether the scaler is made only in some cases, which may not be those of bf16."""
-    around = (one for one in ancestors(facts.script, call) if isinstance(one, (ast.If, ast.IfExp)))
-    return any("__name__" not in words_in(one.test) for one in around)
 
 
 def _switched_off(facts: Facts, call: ast.Call) -> Patch:
