@@ -69,9 +69,7 @@ def test_timesteps_that_become_one_another() -> None:
     found = one(timesteps)
     assert found.finding.id == "integers-rounded"
     assert found.module == "layer"
-    assert (
-        "integers up to 999 are rounded to bf16, which counts to 256: 999 becomes 1000" in found.finding.evidence
-    )
+    assert "integers up to 999 are rounded to bf16, which counts to 256: 999 becomes 1000" in found.finding.evidence
     assert 'island(model, "layer")' in found.finding.fix
     assert spotted(timesteps, FP16) == [], "fp16 counts to 2048"
 
