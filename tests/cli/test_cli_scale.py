@@ -37,7 +37,7 @@ def test_one_page_answers_first_and_fits_80_columns() -> None:
     done = halfstep("--world", 1024, "--nodes", 128, "--device", "h100-80gb")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("ddp: a whole copy takes")
+    assert lines[0].startswith("ddp: a full copy needs")
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in done.stdout
     words = " ".join(done.stdout.split())

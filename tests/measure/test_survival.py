@@ -222,7 +222,7 @@ def test_gradients_that_are_finite_and_lead_elsewhere_do_not_survive() -> None:
     assert found.gradient_error is not None
     assert found.gradient_error > 0.5
     assert not found.survives
-    assert found.verdict.startswith("fp8_e4m3: does not: its gradients differ from fp32's by ")
+    assert found.verdict.startswith("fp8_e4m3: does not survive: its gradients differ from fp32's by ")
     assert "bf16's by " in found.verdict
     assert 'precision="bf16"' in found.do
     assert survival(model, steep, x, format_name="bf16").survives

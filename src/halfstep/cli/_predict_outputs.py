@@ -171,7 +171,7 @@ def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
     except LeftOut:
         raise WrongUse(
             f"the model of {finished.folder} generates nothing by itself",
-            allowed="a folder of images to predict for",
+            allowed="a folder of images",
             do=f"halfstep predict {finished.folder} FOLDER",
         ) from None
 

@@ -167,7 +167,7 @@ def _fp16_on_a_cpu(lookup: Lookup) -> Iterator[Finding]:
     if variable and str(variable.value).lower() in places.ON:
         forced = variable
     if fp16 and forced:
-        evidence = f"{fp16} with {forced} ({forced.where}): accelerate reports fp16 and computes in fp32, silently"
+        evidence = f"{fp16} with {forced} ({forced.where}): accelerate reports fp16 but silently computes in fp32"
         yield _at(fp16, "accelerate.fp16_on_cpu", "warning", evidence, "write mixed_precision: bf16, or 'no'")
 
 
@@ -191,7 +191,7 @@ def _no_distributed_type(lookup: Lookup) -> Iterator[Finding]:
 def _word_of_the_variable(lookup: Lookup) -> Iterator[Finding]:
     variable = lookup.get("environment", places.MIXED_PRECISION)
     if variable and str(variable.value) not in places.WORDS:
-        evidence = f"{variable}: under plain python accelerate accepts lowercase only, and computes in fp32, silently"
+        evidence = f"{variable}: under plain python accelerate accepts lowercase only, and silently computes in fp32"
         fix = f"export {variable.key}={str(variable.value).lower()}"
         yield _at(variable, "accelerate.variable_case", "warning", evidence, fix)
 

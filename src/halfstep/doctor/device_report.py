@@ -71,7 +71,7 @@ class DeviceReport(JsonResult, ShownAsPage):
         precision = self.choice.precision
         asked = f"chosen for {self.choice.asked}" + (f" ({self.choice.took})" if self.choice.took else "")
         verdict = (Span(precision.name, "good", strong=True), f"  {asked}: {precision.summary}")
-        rungs = ((rung.name, "taken" if rung.accepted else "rejected", rung.reason) for rung in self.choice.rungs)
+        rungs = ((rung.name, "chosen" if rung.accepted else "rejected", rung.reason) for rung in self.choice.rungs)
         return Page(
             f"halfstep on {self.device.name}",
             (

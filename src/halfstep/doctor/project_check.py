@@ -200,7 +200,7 @@ def _ignored(project: Project, run: ProjectRun, row: Provenance, loser: FoundSet
     elif by is None:
         why = f"nothing that {_starter(run)} reads names a precision: {row.tool} runs in fp32"
     else:
-        why = f"{by}  ({by.where}) wins in {row.tool}, and runs in {row.precision}"
+        why = f"{by}  ({by.where}) wins in {row.tool}, which runs in {row.precision}"
     if any(loser in source.precision for source in run.aside) and run.start == ACCELERATE:
         why = f"accelerate launch reads the file that --config_file names, or the default in its own place; {why}"
     elif loser in row.unread:

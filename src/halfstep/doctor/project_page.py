@@ -172,7 +172,7 @@ def _who_wins(run: RunReport) -> Iterator[Block]:
     if not any(row.overrode or row.unread for row in run.provenance):
         return
     started = f"started by {_START[run.start]}"
-    yield Heading("Who wins", f"{run.name}, {started}" if run.launched else f"no launch line, taken to be {started}")
+    yield Heading("Who wins", f"{run.name}, {started}" if run.launched else f"no launch line; assumed {started}")
     columns = [Column(title, wrap="never") for title in ("tool", "runs in")]
     columns += [Column(title, wrap="fold") for title in ("because of", "over")]
     rows = []

@@ -355,7 +355,9 @@ class _Judged:
         if lost is not None and lost > TOLERATED_LOSS:
             return f"gradients vanish: {lost:.0%} of their norm in fp32"
         if error is not None and self._too_far(error):
-            return f"does not: its gradients differ from fp32's by {error:.0%}, bf16's by {self._bf16_error:.0%}"
+            return (
+                f"does not survive: its gradients differ from fp32's by {error:.0%}, bf16's by {self._bf16_error:.0%}"
+            )
         if isinstance(outcome.rounding, RoundedOperands):
             return f"survives; its gradients differ from fp32's by {error or 0.0:.1%}, bf16's by {self._bf16_error:.1%}"
         share = ranges.total(BACKWARD).underflow_share
@@ -382,7 +384,7 @@ class _Judged:
             notes.append(f"CUDA's autocast computes {operation} in fp32: there it would not overflow")
         if rounding.not_emulated:
             notes.append(f"ran unchanged: {', '.join(sorted(rounding.not_emulated))}")
-        return (*notes, "one step on one batch: weights and gradients of later steps may have another range")
+        return (*notes, "one step on one batch: weights and gradients of later steps may have a different range")
 
 
 def _compared(wanted: Gradients, found: Gradients) -> tuple[float | None, float | None, tuple[LostGradient, ...]]:

@@ -172,8 +172,8 @@ def _verdict(survival: Survival, *, gap: bool) -> Paragraph:
 
 def _evidence(survival: Survival) -> Iterator[Block]:
     count = len(survival.modules)
-    few = f"the {_MOST_MODULES} modules nearest to its end, of {count}"
-    yield Heading(survival.format, few if count > _MOST_MODULES else "modules, those nearest to its end first")
+    few = f"the {_MOST_MODULES} modules nearest to its limit, of {count}"
+    yield Heading(survival.format, few if count > _MOST_MODULES else "modules, those nearest to its limit first")
     titles = ("largest", "headroom", "overflows", "vanish", "gradients\nvanish")
     columns = (Column("module", wrap="fold"), *(Column(title, "right", "never") for title in titles))
     rows = [

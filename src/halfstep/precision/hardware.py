@@ -66,7 +66,7 @@ def ability(device: Device, format_name: str) -> Ability:
     if device.kind == "tpu":
         return Ability(False, "TPUs run through torch_xla, which is not supported here")
     if format_name == "fp32":
-        return Ability(True, "every device has it")
+        return Ability(True, "every device supports it")
     if format_name == "fp64":
         return _fp64(device)
     wrong = wrong_on_gpu(device.name, format_name) if device.kind == "cuda" else None

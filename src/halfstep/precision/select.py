@@ -117,7 +117,7 @@ class Choice(ShownAsPage):
     @property
     def reasons(self) -> tuple[str, ...]:
         """The tried candidates in words."""
-        return tuple(f"{name} {'taken' if accepted else 'rejected'}: {why}" for name, accepted, why in self.rungs)
+        return tuple(f"{name} {'chosen' if accepted else 'rejected'}: {why}" for name, accepted, why in self.rungs)
 
 
 def choose_precision(

@@ -212,7 +212,7 @@ class TrainOptions(Section):
     global_batch: Annotated[PositiveInt | None, Also("global_batch_size")] = None
     """Samples of one update over all ranks: `microbatches` follows from it, each of at most `batch_size` samples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """Decides weights, order and augmentation; one is drawn and recorded if it is left out."""
+    """The seed of weights, order and augmentation; by default one is drawn and recorded."""
     clip_norm: Annotated[
         PositiveFloat | None, Also("grad_clip", "gradient_clip_val", "max_grad_norm", "clip_grad", "gradient_clipping")
     ] = None
@@ -250,7 +250,7 @@ class WorldOptions(Section):
     mode: Annotated[Literal["auto", "ddp", "fsdp", "hsdp"], Also("strategy")] = "auto"
     """Each rank holds all weights (ddp), a shard of them (fsdp), or a shard within each group (hsdp)."""
     shard_size: Annotated[int, Field(ge=2)] | None = None
-    """hsdp: ranks in a group that shares one copy of the weights; the ranks of a node if it is left out."""
+    """hsdp: ranks in a group that shares one copy of the weights; by default the ranks of a node."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """fsdp and hsdp: the format in which gradients are summed over the ranks; bf16 halves the bytes, and every
     hundredth step its error is measured against fp32."""
@@ -312,7 +312,7 @@ class GuardOptions(Section):
     rollbacks: NonNegativeInt = 2
     """repair: how often the run may go back to its last good state before it gives up."""
     probation: PositiveInt = 1000
-    """repair: applied steps without trouble after which a remedy is lifted again."""
+    """repair: applied steps without trouble after which a remedy is removed."""
     spikes: Literal["off", "warn", "refuse"] = "warn"
     """A finite loss far above the usual: report it and accept a level that stays (warn), or skip the step (refuse)."""
 
@@ -326,7 +326,7 @@ class RunOptions(Section):
     """The settings of the run's folder, its log and its tracker."""
 
     dir: Annotated[str | None, Also("output_dir", "default_root_dir")] = None
-    """The run's folder; `runs/RECIPE` if it is left out."""
+    """The run's folder; by default `runs/RECIPE`."""
     log_every: Annotated[PositiveInt, Also("logging_steps", "log_every_n_steps")] = 10
     """Steps between two lines of the log."""
     journal_mb: PositiveInt = 100

@@ -35,7 +35,7 @@ def evaluate(
 
     Args:
         run: The folder of a run.
-        data: A folder of labeled data, laid out like the training data; the run's validation data if left out.
+        data: A folder of labeled data, laid out like the training data; by default the run's validation data.
         weights: `best`, `last`, or a .safetensors file.
         precision: The precision. Default: the run's.
         csv: A file for a row per sample; classes and confusion are written next to it.

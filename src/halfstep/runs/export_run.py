@@ -44,11 +44,11 @@ def export(
 
     Args:
         run: The folder of a run.
-        out: The file; `export.safetensors`, `.onnx` or `.pt2` in the run's folder if left out. For a language model a
-            new folder, `export` in the run's folder if left out.
-        format: `safetensors`, `onnx` or `torch_export`; if left out, as `out` ends, else `safetensors`. A language
+        out: The file; `export.safetensors`, `.onnx` or `.pt2` in the run's folder by default. For a language model a
+            new folder, `export` in the run's folder by default.
+        format: `safetensors`, `onnx` or `torch_export`; by default as `out` ends, else `safetensors`. A language
             model: `transformers`, its default, a folder that transformers loads.
-        weights: `best`, `last` or `checkpoint`; if left out, the best of a finished run, else the newest checkpoint.
+        weights: `best`, `last` or `checkpoint`; by default the best of a finished run, else the newest checkpoint.
         ema: Averaged or trained weights. Default: averaged, if there are any.
         overwrite: Replace an existing file.
         merge: Make an adapter a part of its base's weights.
@@ -96,7 +96,7 @@ def export_sharded(
 
     Args:
         run: The folder of a run.
-        out: The folder to make; `export` in the run's folder if left out.
+        out: The folder to make; by default `export` in the run's folder.
         max_shard_size: The most bytes of a file, such as `5GB`.
         weights: As for `export`.
         ema: As for `export`.

@@ -70,7 +70,7 @@ def replay(
 
     Args:
         run: The folder of a run, or of one failed step of it.
-        attempt: Which failed step; the newest that is intact if left out.
+        attempt: Which failed step; by default the newest intact one.
         precision: The precision of the replay. Default: the step's.
         task: The class of a task of your own, or its file.
 

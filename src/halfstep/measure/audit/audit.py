@@ -210,7 +210,7 @@ def _without_place(finding: Finding) -> Spotted:
 
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
-ONE_STEP = "one step on one batch: numbers of later steps may have another range"
+ONE_STEP = "one step on one batch: later steps may have a different range of numbers"
 
 
 def audit(

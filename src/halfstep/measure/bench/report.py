@@ -108,7 +108,7 @@ def margin_said(margin: Margin, metric: BenchMetric, base: str = "fp32") -> str:
     """Return `margin 1.2 points for every precision: three standard deviations of fp32 over its 3 seeds`."""
     scale, unit = _unit(metric)
     spread = f"three standard deviations of {base} over its {margin.seeds} seeds"
-    whence = spread if margin.size > margin.smallest else f"the smallest, {smallest(metric, base)}"
+    whence = spread if margin.size > margin.smallest else f"the minimum, {smallest(metric, base)}"
     return f"margin {margin.size * scale:.2g}{unit} for every precision: {whence}"
 
 
@@ -140,7 +140,7 @@ def columns(metric: BenchMetric, price_per_hour: float | None, *, configs: bool 
         "Samples/s": lambda row, base: _samples(row),
         "Skipped": lambda row, base: format_skips(row),
         "Time to fp32's loss": lambda row, base: format_time_to_loss(row),
-        "Whole run's peak": lambda row, base: NOT_MEASURED if row.peak_bytes is None else numbers.size(row.peak_bytes),
+        "Peak of the run": lambda row, base: NOT_MEASURED if row.peak_bytes is None else numbers.size(row.peak_bytes),
         "Energy per epoch": lambda row, base: format_energy(row),
         **({} if price_per_hour is None else {"Cost of training": lambda row, base: _cost(row, price_per_hour)}),
     }
@@ -241,7 +241,7 @@ def footnote(conditions: Conditions, seeds: Sequence[int], metric: BenchMetric, 
     speed = "from a race of all arms in turns, and samples/s from the runs" if raced else "with the same seed"
     return (
         f"{told}{many(len(seeds), 'Seed')} {', '.join(map(str, seeds))}. Speed: against strict fp32, {speed}, with its "
-        f"95 % interval. Memory: the tensors of one update. {kind(metric).capitalize()}: the same where the 90 % "
+        f"95 % interval. Memory: the tensors of one update. {kind(metric).capitalize()}: the same if the 90 % "
         f"interval of the mean difference lies within the margin, the larger of {smallest(metric)} and three standard "
         "deviations of fp32."
     )

@@ -188,7 +188,7 @@ def _verdict(plan: Plan) -> Iterator[Block]:
         yield Paragraph(Span(plan.growth.words, "warn"))
     now, then = vars(plan.now), vars(plan.choice.setting)
     changed = "; ".join(f"{key} {_shown(now[key])} -> {_shown(then[key])}" for key in then if now[key] != then[key])
-    yield Paragraph(f"{plan.name}: {changed or 'as it is now'}")
+    yield Paragraph(f"{plan.name}: {changed or 'with its current settings'}")
     native = [name for name, found in plan.formats.items() if found.native]
     lacking = [name for name, found in plan.formats.items() if not found.native]
     formats = f"computes in {', '.join(native)}" + (f"; not in {', '.join(lacking)}" if lacking else "")

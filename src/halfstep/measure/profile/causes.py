@@ -146,7 +146,7 @@ def tiny_model(facts: ProfileFacts) -> Cause | None:
         return None
     return Cause(
         "tiny-model",
-        f"{host:.0%} of computing a step is Python and dispatch: there is too little arithmetic in it for a precision "
+        f"{host:.0%} of computing a step is Python and dispatch: it has too little arithmetic for a precision "
         "to matter",
         f"operations that do real work take {1 - host:.0%} of computing a step",
         "give each step more to do (a larger batch), or compile it, or stay in fp32",

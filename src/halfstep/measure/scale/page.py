@@ -94,10 +94,10 @@ class ScaleReport(JsonResult, ShownAsPage):
             Heading("Memory of a rank", f"{numbers.size(self.device.usable)} for tensors"),
             _memory(self.layouts),
         ]
-        parts = f"{taken.counts.units} {'buckets' if taken.layout.sharding == DDP else 'units'}"
+        parts = numbers.several(taken.counts.units, "bucket" if taken.layout.sharding == DDP else "unit")
         blocks += [Heading(f"A step of {taken.name}", f"in {parts}; bytes that a rank receives"), _collectives(taken)]
         blocks += [Heading("Links", "by bandwidth alone: a model" if self.links else ""), _seconds(self.layouts)]
-        blocks += [Heading(f"Overhead besides the steps of {taken.name}"), _upkeep(taken.upkeep)]
+        blocks += [Heading(f"Overhead outside the steps of {taken.name}"), _upkeep(taken.upkeep)]
         blocks += [Heading("Time left for steps", "at published rates of failure"), _goodput(taken.upkeep)]
         blocks += note_blocks((*self.notes, *_assumed(self, taken.upkeep)))
         return Page(f"a step of {self.case} on {self.counts.layout.world:,} ranks", tuple(blocks))
@@ -141,7 +141,7 @@ def _seconds(layouts: Sequence[LayoutCost]) -> Table:
 
 def _upkeep(found: Upkeep) -> Pairs:
     agreement, digest, save, load = found.agreement, found.digest, found.save, found.load
-    saved = f"{numbers.size(save.bytes)} by each of {save.writers:,} writers; {save.files:,} files"
+    saved = f"{numbers.size(save.bytes)} by each of {numbers.several(save.writers, 'writer')}; {save.files:,} files"
     return Pairs(
         (
             ("agreement", f"{agreement.calls} all-reduce of {agreement.bytes} B, {agreement.host_reads} host read"),

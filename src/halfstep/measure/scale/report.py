@@ -181,14 +181,14 @@ def reason(
         ways += ["take a smaller batch"] if (setting.batch or 0) > 1 else []
         ways.append("shard over more ranks")
         return (
-            f"none fits: {least.name} takes the least, {size(least.peak)} of {usable} that a rank can use; "
+            f"none fits: {least.name} needs the least, {size(least.peak)} of the {usable} available to a rank; "
             f"{' or '.join(ways)}"
         )
-    needs, layout = f"{size(taken.peak)} of {usable} that a rank can use", taken.layout
+    needs, layout = f"{size(taken.peak)} of the {usable} available to a rank", taken.layout
     if sharding != AUTO:
         return f"{taken.name} fits: {needs}"
     if layout.sharding == DDP:
-        return f"{taken.name}: a whole copy takes {needs}, so no parameter has to be sent"
+        return f"{taken.name}: a full copy needs {needs}, so no parameters are sent"
     passed = rows[rows.index(taken) - 1]
     where = "inside a node" if layout.shard_size <= layout.per_node else "over nodes"
     return (

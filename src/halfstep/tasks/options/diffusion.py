@@ -61,7 +61,7 @@ class DiffusionData(DataOptions):
     val: Fraction | str = "val"
     """For validation: a folder next to `train`, or any path; or a share of the samples in `path`."""
     classes: Annotated[int, Field(ge=2)] | None = None
-    """How many classes there are; counted in the data if it is left out."""
+    """The number of classes; by default counted in the data."""
     channels: Annotated[int, Field(ge=1, le=64)] = 3
     """Channels of an image."""
     size: Annotated[PositiveInt, Also("image_size", "img_size")] = 64

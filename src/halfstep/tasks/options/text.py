@@ -25,7 +25,7 @@ class AdapterOptions(Section):
     rank: Annotated[PositiveInt, Also("lora_r")] = 8
     """The rank of the matrices."""
     alpha: Annotated[PositiveFloat | None, Also("lora_alpha")] = None
-    """Their product is multiplied by alpha over rank; twice the rank if left out."""
+    """Their product is multiplied by alpha over rank; by default twice the rank."""
     targets: Annotated[list[str], Also("target_modules", "lora_target_modules")] = ["q_proj", "v_proj"]  # noqa: RUF012
     """Names of the layers that get an adapter; `[all-linear]` for all matrices but the head."""
     also_train: Annotated[list[str], Also("modules_to_save")] = []  # noqa: RUF012
@@ -52,11 +52,11 @@ class TextModel(ModelOptions):
     heads: Annotated[PositiveInt, Also("num_attention_heads", "n_head")] = 5
     """A new model: heads of each attention; the width is a multiple of them."""
     kv_heads: Annotated[PositiveInt | None, Also("num_key_value_heads")] = None
-    """A new model: heads with keys and values of their own, shared by the others; as many as `heads` if left out."""
+    """A new model: heads with keys and values of their own, shared by the others; by default as many as `heads`."""
     mlp: Annotated[PositiveInt | None, Also("intermediate_size")] = None
-    """A new model: the width inside the feed-forward layers; 2.7 times `width` if left out."""
+    """A new model: the width inside the feed-forward layers; by default 2.7 times `width`."""
     vocabulary: PositiveInt | None = None
-    """A new model: rows of its embedding; as many as the tokenizer has tokens if left out."""
+    """A new model: rows of its embedding; by default one for each token of the tokenizer."""
     rope_base: PositiveFloat = 10_000.0
     """A new model: the base of the rotary positions; larger for longer windows."""
     tied: Annotated[bool, Also("tie_word_embeddings")] = True

@@ -23,7 +23,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     for call in facts.script.calls_of(_ACCELERATORS):
         given = argument(call, "mixed_precision", 2)
         if facts.script.constant(argument(call, "cpu")) is True and facts.script.constant(given) == "fp16":
-            evidence = "`cpu=True` with `mixed_precision='fp16'`: accelerate reports fp16 and silently computes in fp32"
+            evidence = "`cpu=True` with `mixed_precision='fp16'`: accelerate reports fp16 but silently computes in fp32"
             yield _instead(facts.script, call, given, evidence, '"bf16"')
     for call in facts.script.calls_of(_TRAINERS):
         given = argument(call, "precision")
