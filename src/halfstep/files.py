@@ -112,7 +112,7 @@ def refuse_taken(file: Path, overwrite: bool, *, do: str, flag: str = "") -> Non
     """Raise `FolderTaken` for a file that exists, unless it may be overwritten; `flag` is the option for that."""
     if file.is_dir() or (file.exists() and not overwrite):
         more = f", or add {flag} to replace it" if flag and not file.is_dir() else ""
-        raise FolderTaken(f"{file} is there already", allowed="a name that is free", do=f"{do}{more}")
+        raise FolderTaken(f"{file} already exists", allowed="a name that is free", do=f"{do}{more}")
 
 
 def make_parent(path: Path) -> None:

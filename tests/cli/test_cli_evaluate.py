@@ -114,7 +114,7 @@ def test_tables_and_a_picture(runs: dict[str, Path], task: str, tmp_path: Path) 
         assert np.asarray(image).std() > 20
     again = halfstep("evaluate", *words)
     assert again.exit_code == 73
-    assert f"{table} is there already" in again.stderr.replace("\n", "")
+    assert f"{table} already exists" in again.stderr.replace("\n", "")
     assert "--overwrite" in again.stderr
     assert halfstep("evaluate", *words, "--overwrite").exit_code == 0
 
@@ -166,7 +166,7 @@ def test_classes_are_numbered_as_in_training(runs: dict[str, Path], classes: Pat
 @pytest.mark.wording
 @pytest.mark.parametrize(
     ("make", "said"),
-    [(None, "is not there"), ("file", "is no folder"), ("empty", "images"), ("splits", "test")],
+    [(None, "does not exist"), ("file", "is not a folder"), ("empty", "images"), ("splits", "test")],
 )
 def test_folders_that_cannot_be_evaluated(runs: dict[str, Path], tmp_path: Path, make: str | None, said: str) -> None:
     place = tmp_path / "data"

@@ -92,7 +92,7 @@ def test_yes_writes_a_complete_recipe_once(clockwork: Any) -> None:
     before = file.read_bytes()
     again = call("plan", "classification_tiny", "--yes")
     assert again.exit_code == 73
-    assert "is there already" in again.stderr
+    assert "already exists" in again.stderr
     assert file.read_bytes() == before
 
 

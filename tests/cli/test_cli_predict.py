@@ -188,7 +188,7 @@ def test_a_folder_that_is_not_there_is_said(painter: tuple[Path, Path], tmp_path
     folder, file = painter
     done = halfstep("predict", folder, tmp_path / "none", "--task", file, "--weights", "last")
     assert done.exit_code == 65, done.output
-    assert f"{tmp_path / 'none'} is not there" in done.stderr.replace("\n", "")
+    assert f"{tmp_path / 'none'} does not exist" in done.stderr.replace("\n", "")
     assert "data.path" not in done.stderr
     assert f"halfstep predict {folder} FOLDER" in done.stderr.replace("\n", "")
 

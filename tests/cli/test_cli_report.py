@@ -96,7 +96,7 @@ def test_watching_outlives_a_folder_that_is_away(
     monkeypatch.setattr(command.time, "sleep", later)
     done = report(folder, "--watch", "--output", page, "--json")
     assert done.exit_code == code, done.output
-    assert done.stderr.count("is not there; trying again in 60 s") == command.MOST_FAILURES - 1
+    assert done.stderr.count("does not exist; trying again in 60 s") == command.MOST_FAILURES - 1
     assert ("Finished" in page.read_text()) == (code == 0)
     assert done.stdout.count('"bytes"') == (2 if code == 0 else 1)
 
@@ -119,7 +119,7 @@ def test_errors_say_what_was_given_what_is_allowed_and_what_to_do(tmp_path: Path
     run = write_run(tmp_path / "run", whole())
     (tmp_path / "file").write_text("")
     for words, code, said in [
-        ((tmp_path / "no",), DATA, "is not there"),
+        ((tmp_path / "no",), DATA, "does not exist"),
         ((tmp_path,), DATA, "is a folder of runs (run)"),
         ((run, "--format", "pdf"), CONFIGURATION, "html, md"),
         ((run, "--output", tmp_path), CONFIGURATION, "is a folder"),

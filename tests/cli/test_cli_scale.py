@@ -77,14 +77,14 @@ def test_the_least_sharding_that_fits_is_taken_and_says_why() -> None:
     target = device_named("h100-80gb")
     said = module.reason(rows, rows[1], target, "auto", StepSetting())
     assert said == (
-        "hsdp 8×8: ddp would take 3.00 TiB; sharded over 8 ranks inside a node it is 1.00 GiB of 74.95 GiB that a rank "
-        "can use"
+        "hsdp 8×8: ddp would take 3.00 TiB; sharded over 8 ranks inside a node it is 1.00 GiB of the 74.95 GiB "
+        "available to a rank"
     )
     plain, reduced = StepSetting(batch=8), StepSetting(batch=1, recompute=True)
     more, least = (module.reason(rows[:1], None, target, "auto", setting) for setting in (plain, reduced))
-    assert more.startswith("none fits: ddp takes the least")
+    assert more.startswith("none fits: ddp needs the least")
     assert more.endswith("; recompute activations or take a smaller batch or shard over more ranks")
-    assert least.endswith("a rank can use; shard over more ranks")
+    assert least.endswith("available to a rank; shard over more ranks")
 
 
 def test_a_device_without_known_links_has_bytes_and_no_seconds() -> None:

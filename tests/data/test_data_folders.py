@@ -66,7 +66,7 @@ def test_validation_numbers_its_classes_as_training_does(
 
 @pytest.mark.wording
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    for root, words in ((tmp_path / "none", "not there"), (put(tmp_path / "file.png"), "a file")):
+    for root, words in ((tmp_path / "none", "does not exist"), (put(tmp_path / "file.png"), "a file")):
         with pytest.raises(BadData, match=words) as caught:
             ImageFolder(root)
         assert str(root) in str(caught.value)
@@ -144,7 +144,7 @@ def test_one_name_twice_is_no_pair(tmp_path: Path) -> None:
 @pytest.mark.wording
 def test_pairs_need_both_folders_and_an_image(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
-    with pytest.raises(BadData, match=r"mask folder .* not there"):
+    with pytest.raises(BadData, match=r"mask folder .* does not exist"):
         folders_under(tmp_path)
     (tmp_path / "masks").mkdir()
     with pytest.raises(BadData, match="contains no image"):

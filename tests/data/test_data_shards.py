@@ -101,7 +101,7 @@ def test_folders_files_and_patterns_are_the_same(shards: Path) -> None:
     assert shard_paths(f"{shards}/train-{{000..002}}.tar") == shard_paths(shards)
     assert len(Shards(shards / "train-001.tar")) == 5
     assert len(shard_paths(f"{shards}/train-{{001..002}}.tar")) == 2
-    with pytest.raises(BadData, match=r"train-003\.tar is not there"):
+    with pytest.raises(BadData, match=r"train-003\.tar does not exist"):
         Shards(f"{shards}/train-{{000..003}}.tar")
     with pytest.raises(BadData, match="at most"):
         shard_paths("x-{0..99999999999}.tar")

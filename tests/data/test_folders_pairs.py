@@ -119,7 +119,7 @@ def test_a_condition_of_another_form_is_an_error_with_both_sizes(tmp_path: Path,
 @pytest.mark.wording
 def test_both_folders_must_be_there_and_hold_an_image(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
-    with pytest.raises(BadData, match=r"condition folder .* not there"):
+    with pytest.raises(BadData, match=r"condition folder .* does not exist"):
         pairs(tmp_path)
     (tmp_path / "conditions").mkdir()
     with pytest.raises(BadData, match="contains no image"):

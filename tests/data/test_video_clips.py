@@ -103,7 +103,7 @@ def test_masks_that_do_not_fit_are_said(tmp_path: Path) -> None:
 
 @pytest.mark.wording
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadData, match="not there"):
+    with pytest.raises(BadData, match="does not exist"):
         FrameFolders(tmp_path / "none")
     with pytest.raises(BadData, match="contains no image"):
         FrameFolders(tmp_path)

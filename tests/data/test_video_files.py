@@ -190,7 +190,7 @@ def test_pipes_are_not_waited_for_and_sizes_are_bounded(tmp_path: Path, monkeypa
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadData, match="contains no video"):
         VideoFiles(tmp_path)
-    with pytest.raises(BadData, match="not there"):
+    with pytest.raises(BadData, match="does not exist"):
         VideoFiles(tmp_path / "none")
     write(tmp_path / "a.mp4", 4)
     monkeypatch.setitem(sys.modules, "av", None)

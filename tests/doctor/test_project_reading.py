@@ -76,7 +76,7 @@ def test_what_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.wording
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(WrongUse, match="no folder"):
+    with pytest.raises(WrongUse, match="not a folder"):
         check_project(str(tmp_path / "none"))
 
 

@@ -196,7 +196,7 @@ def test_epochs_and_steps_replace_each_other_on_the_command_line_only() -> None:
     assert found.notes == ["train.steps=7 replaces the recipe's train.epochs=3"]
     with pytest.raises(BadRecipe, match="both"):
         resolved("task: t\ntrain: {epochs: 3, steps: 7}")
-    with pytest.raises(Contradiction, match=r"both typed(.|\n)*leave out --epochs 2, or --steps 7"):
+    with pytest.raises(Contradiction, match=r"both given(.|\n)*leave out --epochs 2, or --steps 7"):
         resolved(BASE, "--steps", "7", "--epochs", "2")
     with pytest.raises(BadRecipe, match="neither"):
         resolved("task: t")

@@ -189,7 +189,7 @@ def test_what_is_none_of_them_is_refused_with_what_is_there(tmp_path: Path) -> N
         tmp_path / "runs": "is a folder of runs (one), and not one of them",
         tmp_path / "other.json": "has the fields a",
         tmp_path / "empty": "is empty",
-        tmp_path / "nothing": "is not there",
+        tmp_path / "nothing": "does not exist",
     }.items():
         with pytest.raises(BadData) as raised:
             read_source(path)

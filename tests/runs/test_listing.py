@@ -182,7 +182,7 @@ def test_the_newest_are_listed_and_the_rest_is_counted(tmp_path: Path) -> None:
     done = halfstep(tmp_path, "--most", 2)
     words = done.stdout.split()
     assert [word for word in words if word.startswith("run-")] == ["run-4", "run-3"]
-    assert "3 more: --most 5\n2 folders are no run\n" in done.stdout
+    assert "3 more: --most 5\n2 other folders without a run\n" in done.stdout
     said = json.loads(halfstep(tmp_path, "--most", 2, "--json").stdout)
     assert (said["more"], said["other_folders"], [run["name"] for run in said["runs"]]) == (3, 2, ["run-4", "run-3"])
 

@@ -130,7 +130,7 @@ def test_the_images_of_pairs_can_be_had_alone(tmp_path: Path) -> None:
     put(tmp_path / "images", "a.png", "b.png")
     found = sources("none", name="pairs", path=str(tmp_path), val=0.5)
     assert all(set(source.read(0)) == {"image"} for source in found.values())
-    with pytest.raises(BadData, match=r"condition folder .* not there"):
+    with pytest.raises(BadData, match=r"condition folder .* does not exist"):
         sources("image", name="pairs", path=str(tmp_path), val=0.5)
 
 

@@ -77,7 +77,7 @@ def test_a_folder_a_clip_and_a_video_can_be_pointed_at(tmp_path: Path) -> None:
     assert len(clips_in(tmp_path / "one", given)) == 2
     put(tmp_path / "two")
     assert len(clips_in(tmp_path, given)) == 4
-    with pytest.raises(BadData, match="not there"):
+    with pytest.raises(BadData, match="does not exist"):
         clips_in(tmp_path / "none", given)
     pytest.importorskip("av")
     (tmp_path / "film.mp4").write_bytes(b"damaged")

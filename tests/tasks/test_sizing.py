@@ -163,7 +163,7 @@ def test_class_folders_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.wording
 def test_a_folder_that_was_typed_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(BadData, match="is not there"):
+    with pytest.raises(BadData, match="does not exist"):
         resolved_recipe(read_recipe("segment"), ["--data_dir", str(tmp_path / "nothing")])
     assert resolved_recipe(read_recipe("segment")).recipe.train.epochs  # as for a set that nobody has seen
 

@@ -272,7 +272,7 @@ def _inputs(finished: Finished, where: Path) -> Inputs:
 
     if not where.is_dir() and not where.is_file():
         raise BadData(
-            f"{where} is {'no folder and no file' if where.exists() else 'not there'}",
+            f"{where} {'is neither a folder nor a file' if where.exists() else 'does not exist'}",
             allowed="a folder, or one file",
             do=f"give an existing one: halfstep predict {finished.folder} FOLDER",
         )

@@ -95,7 +95,7 @@ def _given(where: Path | None, prompts: Sequence[str], samples: int) -> tuple[li
     if where is None:
         return found or [(f"sample-{number}", "") for number in range(1, samples + 1)], bad
     if not where.exists():
-        raise BadData(f"{where} is not there", allowed="a text file, or a folder of them", do="check the path")
+        raise BadData(f"{where} does not exist", allowed="a text file, or a folder of them", do="check the path")
     root, names = (where.parent, [where.name]) if where.is_file() else (where, find_files(where, SUFFIXES))
     for name in names:
         try:

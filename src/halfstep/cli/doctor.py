@@ -222,7 +222,7 @@ def _write_recipe(file: Path, project: Project, runs: list[ProjectRun], status: 
     from halfstep.files import write_text
 
     if file.exists():
-        raise FolderTaken(f"{file} is there already", allowed="a name that is free", do="give --write another name")
+        raise FolderTaken(f"{file} already exists", allowed="a name that is free", do="give --write another name")
     if not status.aligned or status.precision == SEVERAL:
         raise WrongUse(
             f"--write {file}: the project requests more than one precision",

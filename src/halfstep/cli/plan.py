@@ -142,7 +142,7 @@ def _file(given: Subject, write: Path | None, yes: bool) -> Path | None:
     _refuse_link(file)
     # With --yes nobody is asked, so nothing is replaced.
     if yes and file.exists():
-        raise FolderTaken(f"{file} is there already", allowed="a new file", do=f"give --write {_free(file)}")
+        raise FolderTaken(f"{file} already exists", allowed="a new file", do=f"give --write {_free(file)}")
     return file
 
 

@@ -134,7 +134,7 @@ def _write_new(target: Path, text: str, do: str) -> None:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        reason = "is there already" if isinstance(error, FileExistsError) else f"cannot be written: {error.strerror}"
+        reason = "already exists" if isinstance(error, FileExistsError) else f"cannot be written: {error.strerror}"
         raise FolderTaken(f"{target} {reason}", allowed="a new file", do=do) from None
 
 

@@ -30,7 +30,7 @@ def existing(root: str | Path, what: str) -> Path:
     folder = Path(root)
     if not folder.is_dir():
         raise BadData(
-            f"{what} {folder} is {'a file' if folder.exists() else 'not there'}",
+            f"{what} {folder} {'is a file' if folder.exists() else 'does not exist'}",
             allowed="a folder with your data",
             do="look for it with ls, and correct the path",
         )

@@ -443,7 +443,7 @@ def shard_paths(root: str | Path) -> list[Path]:
     missing = [path for path in paths if not path.is_file()]
     if missing or not paths:
         raise BadData(
-            f"{missing[0]} is not there" if missing else f"{root} contains no .tar or {PARQUET} file",
+            f"{missing[0]} does not exist" if missing else f"{root} contains no .tar or {PARQUET} file",
             allowed="a folder of .tar or .parquet files, one of them, or a pattern such as train-{000..003}.tar",
             do="check data.path",
         )

@@ -96,7 +96,7 @@ def find_shards(place: StoreAddress, patience: float) -> StoredShards:
     missing = [name for name in names if name not in found]
     if missing or not names:
         raise BadData(
-            f"{store.address}/{missing[0]} is not there" if missing else f"{store.address} contains no .tar",
+            f"{store.address}/{missing[0]} does not exist" if missing else f"{store.address} contains no .tar",
             allowed="an address of .tar shards, of one of them, or a pattern such as train-{000..003}.tar",
             do="check data.path",
         )

@@ -336,7 +336,7 @@ def write_tokens(
 ) -> TokensReport:
     """Write the tokens of all documents to a new folder, complete or not at all, and return the report."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FolderTaken(f"{out} is there already", allowed="a new folder", do="give --out FOLDER, another name")
+        raise FolderTaken(f"{out} already exists", allowed="a new folder", do="give --out FOLDER, another name")
     asked = TRAIN.fullmatch(tokenizer)
     if asked and int(asked[1]) < SMALLEST:
         raise WrongUse(

@@ -64,7 +64,9 @@ def read_project(folder: str, changed: Mapping[str, str] | None = None) -> Proje
     """Read a folder, with the texts of `changed` in the place of its files; raise `WrongUse` if it is none."""
     root = Path(folder)
     if not root.is_dir():
-        raise WrongUse(f"{folder} is no folder", allowed="the folder of a project", do=f"look for it with ls {folder}")
+        raise WrongUse(
+            f"{folder} is not a folder", allowed="the folder of a project", do=f"look for it with ls {folder}"
+        )
     project = Project(root, changed or {})
     # Syntax trees have no cycles: looking for some takes a third of the time.
     was_enabled = gc.isenabled()

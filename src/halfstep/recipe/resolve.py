@@ -181,7 +181,7 @@ def _one_length(content: dict[str, object], overrides: Iterable[Override]) -> It
     keys, train = {o.key: o.value for o in overrides if o.value is not None}, content.get("train")
     if "train.epochs" in keys and "train.steps" in keys:
         raise Contradiction(
-            f"train.epochs={keys['train.epochs']} and train.steps={keys['train.steps']} are both typed",
+            f"train.epochs={keys['train.epochs']} and train.steps={keys['train.steps']} are both given",
             allowed="one length of the run; it replaces the recipe's",
             do=f"leave out --epochs {keys['train.epochs']}, or --steps {keys['train.steps']}",
         )

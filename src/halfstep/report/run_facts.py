@@ -109,7 +109,11 @@ class RunFacts:
         """Return the run in one sentence."""
         share = number(self.recorded.precision_check.get("share"))
         observed = f" ({numbers.share(share)} of the FLOPs)" if known(share) else ""
-        return f"{_opening(self)}: {_outcome(self)}, in {self.chosen}{observed}, {_skips(self.recorded)}."
+        steps = f"in {self.chosen}{observed}, {_skips(self.recorded)}"
+        reason = _reason_in_short(self)
+        if reason:
+            return f"{_opening(self)}{f', {steps}' if self.recorded.last_attempt else ''}: {reason}."
+        return f"{_opening(self)}: {_outcome(self)}, {steps}."
 
     @property
     def chosen(self) -> str:
@@ -172,12 +176,16 @@ def _outcome(run: RunFacts) -> str:
         when = f" (epoch {epoch:.0f})" if known(epoch) else ""
         best = f"best {metric_name(run.metric)} {numbers.value(value)}{when}"
         return f"{best} after {numbers.duration(run.recorded.seconds)}"
-    if run.state.word not in (FINISHED, RUNNING) and run.why:
-        # A message up to its first full stop or semicolon; all of it stands further down.
-        ends = [at for mark in (". ", "; ", "\n") if (at := run.why.find(mark)) > 0]
-        return text(run.why[: min(ends, default=len(run.why))], 300).rstrip(".")
     last = f"last {metric_name(run.metric)} {numbers.value(run.final)}" if known(run.final) else NONE_YET
     return f"{last} after {numbers.duration(run.recorded.seconds)}"
+
+
+def _reason_in_short(run: RunFacts) -> str:
+    """Return the first clause of the reason for which a run without a result ended; the page has all of it."""
+    if known(run.best[0]) or run.state.word in (FINISHED, RUNNING):
+        return ""
+    ends = [at for mark in (". ", "; ", "\n") if (at := run.why.find(mark)) > 0]
+    return text(run.why[: min(ends, default=len(run.why))], 300).rstrip(".")
 
 
 def _skips(recorded: Summary) -> str:

@@ -46,7 +46,7 @@ def read_source(path: Path) -> Source:
         return read_run(path.parent)
     if path.is_file():
         return _from_json(path)
-    raise _neither(path, "is not there")
+    raise _neither(path, "does not exist")
 
 
 def _no_run(path: Path) -> BadData:

@@ -201,7 +201,7 @@ def _evaluate_call(finished: Finished, data: str | Path | None = None) -> str:
 def _check(place: Path, finished: Finished) -> None:
     if not place.is_dir():
         raise BadData(
-            f"{place} is {'no folder' if place.exists() else 'not there'}",
+            f"{place} {'is not a folder' if place.exists() else 'does not exist'}",
             allowed="a folder of labeled samples, laid out like the training data",
             do=f"{_evaluate_call(finished, 'FOLDER')}, or without FOLDER for its own validation data",
         )

@@ -70,8 +70,7 @@ def _blocks(found: Listing) -> Iterator[Block]:
     if found.more:
         yield Paragraph(f"{found.more:,} more: --most {found.more + len(found.runs)}")
     if found.other_folders:
-        are = "folder is" if found.other_folders == 1 else "folders are"
-        yield Paragraph(f"{found.other_folders:,} {are} no run")
+        yield Paragraph(f"{numbers.several(found.other_folders, 'other folder')} without a run")
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def _read(path: Path) -> Array:
 
     if not path.is_file() or path.stat().st_size > MOST_BYTES:
         raise BadData(
-            f"{path} is {'larger than ' + format(MOST_BYTES, ',') + ' bytes' if path.is_file() else 'not there'}",
+            f"{path} is larger than {MOST_BYTES:,} bytes" if path.is_file() else f"{path} does not exist",
             allowed=_LAYOUT,
             do="data.path: the folder with your sprites.safetensors, or data.name=shapes",
         )
