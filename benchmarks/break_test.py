@@ -223,7 +223,7 @@ HARMLESS = (
 
 
 def file_faults(bench: Bench) -> Trials:
-    """Single operations on each file of a run fail once or always, with EIO, ENOSPC, EROFS, EINTR, or a partial write"""
+    """Single operations on each run file fail once or always, with EIO, ENOSPC, EROFS, EINTR, or a partial write"""
     check_preloaded()
     short = ("train.steps=8", "data.samples=16")
     whole = bench.whole("whole", *short)
