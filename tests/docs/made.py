@@ -119,8 +119,7 @@ def _faults() -> str:
 
 def _mutants() -> str:
     rows = [
-        [row["mutant"], row["what"], ", ".join(row["by"]) if row["killed"] else "none"]
-        for row in _record()["mutants"]
+        [row["mutant"], row["what"], ", ".join(row["by"]) if row["killed"] else "none"] for row in _record()["mutants"]
     ]
     return _table(["id", "defect", "detected by"], rows)
 
