@@ -223,7 +223,7 @@ HARMLESS = (
 
 
 def file_faults(bench: Bench) -> Trials:
-    """Single operations on each file of a run fail once or always, with EIO, ENOSPC, EROFS, EINTR, or write half"""
+    """Single operations on each run file fail once or always, with EIO, ENOSPC, EROFS, EINTR, or a partial write"""
     check_preloaded()
     short = ("train.steps=8", "data.samples=16")
     whole = bench.whole("whole", *short)
@@ -245,7 +245,7 @@ def file_faults(bench: Bench) -> Trials:
 
 
 def without_locks(bench: Bench) -> Trials:
-    """A file system that has no locks."""
+    """A file system without locks."""
     check_preloaded()
     for number in (errno.ENOLCK, errno.ENOSYS, errno.EINTR):
         name = errno.errorcode[number]
@@ -255,7 +255,7 @@ def without_locks(bench: Bench) -> Trials:
 
 
 def inodes(bench: Bench) -> Trials:
-    """No inode is left, from the start and in the middle of a run."""
+    """No free inodes, from the start or during a run."""
     for most in (8, 12, 16, 20, 24):
         with mounted("tmpfs", bench.folder / f"inodes-{most}", f"size=100m,nr_inodes={most}") as disk:
             wrong = ended_wrong(bench.start(disk / "run"), (OK, TAKEN, STORAGE))
@@ -272,7 +272,7 @@ def inodes(bench: Bench) -> Trials:
 
 
 def read_only(bench: Bench) -> Trials:
-    """ext4 that finds an error and becomes read-only, and one that is shut down, in the middle of a run."""
+    """ext4 becomes read-only after an error, or is shut down, during a run."""
     for name in ("remounted", "shut-down"):
         image = bench.folder / f"{name}.img"
         shell(f"truncate -s 64M {image} && mkfs.ext4 -q -F {image}")
@@ -301,7 +301,7 @@ def read_only(bench: Bench) -> Trials:
 
 
 def overlay(bench: Bench) -> Trials:
-    """An overlay: a new run, and one that was begun in the lower layer."""
+    """An overlay: a new run, and one started in the lower layer."""
     with mounted("tmpfs", bench.folder / "overlay", "size=200m") as disk:
         lower, upper, work, merged = (disk / name for name in ("lower", "upper", "work", "merged"))
         for folder in (lower, upper, work):
@@ -315,7 +315,7 @@ def overlay(bench: Bench) -> Trials:
 
 
 def oom_killer(bench: Bench) -> Trials:
-    """A memory cgroup that is too small: the kernel kills the run, or a data worker."""
+    """Too small a memory cgroup: the kernel kills the run, or a data worker."""
     group = Path("/sys/fs/cgroup/memory/halfstep-break-test")
     try:
         group.mkdir(exist_ok=True)
@@ -348,7 +348,7 @@ def join_group(group: str, room: int) -> None:
 
 
 def places(bench: Bench) -> Trials:
-    """HOME, cache, temporary folder, locale, umask, and variables that other programs set."""
+    """HOME, cache, temporary folder, locale, umask, and variables set by other programs."""
     variables = {
         "HOME is read-only": {"HOME": "/proc", "XDG_CACHE_HOME": ""},
         "HOME is a file": {"HOME": "/etc/passwd", "XDG_CACHE_HOME": ""},
@@ -386,7 +386,7 @@ def strict_umask() -> None:
 
 
 def clock(bench: Bench) -> Trials:
-    """The clock jumps in the middle of a run, and is another one at the resume (libfaketime on CLOCK_REALTIME)."""
+    """The clock jumps during a run, and differs at the resume (libfaketime on CLOCK_REALTIME)."""
     library = os.environ.get("LIBFAKETIME", "")
     if not Path(library).is_file():
         raise Impossible(f"LIBFAKETIME={library}: no such file (Debian: apt-get install libfaketime)")
@@ -434,7 +434,7 @@ def fake_time(
 
 
 def copied(bench: Bench) -> Trials:
-    """A killed run is copied: the copy and the original both go on to the same end."""
+    """A killed run is copied: the copy and the original both resume to the same result."""
     run = bench.folder / "original"
     command = bench.start(run)
     wait_for_steps(command, run, 9)
@@ -460,7 +460,7 @@ def image_folder(root: Path, count: int) -> None:
 
 
 def workers(bench: Bench) -> Trials:
-    """A data worker gets a signal: the run goes on, stops or ends with 76, and is the same to the bit at its end."""
+    """A data worker gets a signal: the run continues, stops or ends with 76, and its result is bitwise equal."""
     settings = ("train.num_workers=2", "train.steps=60")
     whole = bench.whole("workers-whole", *settings)
     promised = {signal.SIGINT: (OK,), signal.SIGTERM: (OK, TRY_AGAIN), signal.SIGHUP: (OK, TRY_AGAIN, HUNG)}
@@ -494,7 +494,7 @@ def classify(root: Path, run: Path, *settings: str, **around: object) -> Command
 
 
 def permissions(bench: Bench) -> Trials:
-    """Images, classes and run folders that the user may not read or write."""
+    """Images, classes and run folders without read or write permission."""
     root = bench.folder / "images"
     image_folder(root, 12)
     (root / "train" / "a" / "000001.png").chmod(0)
@@ -596,7 +596,7 @@ def dropped(space: str, packets: str) -> str:
 
 
 def network(bench: Bench) -> Trials:
-    """A link between two hosts that loses packets, works one way only, comes and goes, or is cut."""
+    """A link between two hosts loses packets, works in one direction only, is intermittent, or is cut."""
     limits = ("train.steps=60", "world.timeout=20", "world.start_timeout=60")
     with two_hosts() as spaces:
         for command in ranks(bench, bench.folder / "whole", *limits, spaces=spaces):
@@ -628,7 +628,7 @@ def network(bench: Bench) -> Trials:
 
 
 def stopped(bench: Bench) -> Trials:
-    """SIGSTOP for 60 s and SIGCONT: one process, one of two ranks, both; timeouts as usual."""
+    """SIGSTOP for 60 s and SIGCONT: one process, one of two ranks, both; default timeouts."""
     steps = ("train.steps=60",)
     run = bench.folder / "one process"
     command = bench.start(run, *steps)
@@ -723,11 +723,11 @@ ROWS: dict[str, Callable[[Bench], Trials]] = {
     )
 }
 FIXED: dict[str, str] = {
-    "file_faults": "a test file that could not be removed at the start ended in a traceback",
-    "permissions": "a data folder that the user may not enter ended in a traceback",
+    "file_faults": "a traceback if a test file could not be removed at the start",
+    "permissions": "a traceback for a data folder without execute permission",
     "overlay": "checkpoints of a lower layer were never removed: an overlay does not rename their folders",
-    "places": "a user id without a name and without HOME ended in a traceback (precision=auto, shards, doctor, data); "
-    "a run in a folder whose name the locale cannot encode could not be opened again",
+    "places": "a traceback for a user id without a name and without HOME (precision=auto, shards, doctor, data); "
+    "a run in a folder with a name that the locale cannot encode could not be reopened",
 }
 """Defects that a row found, and that are fixed."""
 

@@ -15,7 +15,7 @@ from faults.outcome import Outcome
 from faults.recipe_check import Ending, in_process, through_the_command
 
 ID = "F01"
-WHAT = "a misspelled key is refused, with the right one as a hint, before anything is made"
+WHAT = "a misspelled key is refused, with the correct key as a hint, before any file is written"
 REFERENCES = ("unet", "imagenet100", "segmentation_tiny", "classification_tiny", "cifar10")
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
 RIGHT_HINTS = 0.9

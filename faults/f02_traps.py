@@ -10,7 +10,7 @@ from faults.outcome import Outcome
 from faults.recipe_check import Ending, in_process, through_the_command
 
 ID = "F02"
-WHAT = "a value that other readers take for something else is read as meant, or refused by name"
+WHAT = "a value that other YAML readers interpret differently is read as intended, or refused by name"
 BASE = "task: segmentation\n"
 LENGTH = "train: {epochs: 1}\n"
 

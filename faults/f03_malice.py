@@ -14,7 +14,7 @@ from faults.outcome import Outcome
 from faults.recipe_check import Ending, in_process, through_the_command
 
 ID = "F03"
-WHAT = "a malicious recipe is refused: nothing is run, no secret is shown, memory and time stay bounded"
+WHAT = "a malicious recipe is refused: no code runs, no secret is shown, memory and time stay bounded"
 REFUSED = (77, 78)
 TOKEN = "HALFSTEP_FAULT_TOKEN"
 MOST_SECONDS = 2.0

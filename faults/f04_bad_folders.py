@@ -16,7 +16,7 @@ from faults.outcome import Outcome
 from halfstep.checkpoint.paths import CHECKPOINTS
 
 ID = "F04"
-WHAT = "a folder that cannot be written to, leads elsewhere or is too small is refused before the first step"
+WHAT = "a folder that is read-only, leads elsewhere or is too small is refused before the first step"
 TAKEN, STORAGE, UNSAFE = 73, 74, 77
 LATEST = 5.0
 SETTINGS: dict[str, Any] = {"train.steps": 6, "train.num_workers": 0}

@@ -20,7 +20,7 @@ from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.errors import HalfstepError
 
 ID = "F05"
-WHAT = "data that is missing, empty or of the wrong kind ends the run with 65 and the sample's path, before any step"
+WHAT = "missing, empty or wrong data ends the run with 65 and the sample's path, before any step"
 REFUSED, LATEST = 65, 5.0
 COUNT, SIZE = 12, (32, 32)
 FIFTH, ANY = "05.png", r"\d\d\.png"

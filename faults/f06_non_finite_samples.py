@@ -17,7 +17,7 @@ from tests.support.ranks import Ranks
 from tests.support.tiny_task import Tiny
 
 ID = "F06"
-WHAT = "a sample that is not finite skips one step on every rank, changes no bit, is named, and is not used again"
+WHAT = "a non-finite sample skips one step on every rank, changes no bit, is named, and is not used again"
 POISONS, PLACES, PRECISIONS = ("nan", "inf", "-inf"), (0, 1), ("fp32", "bf16", "fp16")
 GUILTY, SAMPLES, WINDOW = 5, 16, 4
 SEEDS = {False: 1, True: 3}

@@ -17,7 +17,7 @@ from halfstep.data.image_io import read_image
 from halfstep.data.loader import TrainLoader
 
 ID = "F08"
-WHAT = "an image that would fill the memory is rejected before it is decoded, and the worker lives on"
+WHAT = "an image that would fill the memory is rejected before decoding, and the worker survives"
 SLOWEST, MOST_MEGABYTES = 1.0, 50.0
 GOOD = {False: 26, True: 506}
 

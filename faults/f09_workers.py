@@ -22,7 +22,7 @@ from halfstep.journal.jsonl import read_events
 from tests.support.tiny_task import Points
 
 ID = "F09"
-WHAT = "a worker that dies ends the run with 76 and costs no bit of it; a sample that hangs is named and replaced"
+WHAT = "a dead worker ends the run with 76 without changing a bit; a hanging sample is named and replaced"
 TIMES = {False: 1, True: 10}
 SETTINGS: dict[str, Any] = {"train.steps": 30, "train.num_workers": 2}
 DEATHS = (signal.SIGKILL, signal.SIGSEGV)

@@ -26,9 +26,7 @@ from halfstep.train.task import Task
 from tests.support.tiny_task import Data, Model
 
 ID = "F10"
-WHAT = (
-    "a run resumes with the data that it was started with, even if it has moved, and with other data only if accepted"
-)
+WHAT = "a run resumes with its original data, even if it was moved, and with other data only if accepted"
 FILES, UNCHANGED = 200, 4
 FULL = 2000, 20
 CLASSES = ("cat", "dog", "owl")

@@ -20,7 +20,7 @@ from tests.support.digest import digest_of
 from tests.support.troubled import rate_times
 
 ID = "F12"
-WHAT = "a learning rate 10,000 times too high ends the run with 80 within 20 steps; its last good checkpoint stays"
+WHAT = "a learning rate 10,000 times too high ends the run with 80 within 20 steps; its last good checkpoint remains"
 SEEDS = {False: 1, True: 10}
 TIMES, WITHIN, GAVE_UP = 1e4, 20, 80
 MODES = ("watch", "repair")

@@ -14,7 +14,7 @@ from faults.outcome import Outcome
 from tests.support.ranks import Ranks
 
 ID = "F13"
-WHAT = "an overflow halves the loss scale once, as torch's own trace has it, and moves nothing else, on ranks as well"
+WHAT = "an overflow halves the loss scale once, as in torch's own trace, and changes nothing else, also on ranks"
 MODES = ("one", "ddp", "fsdp")
 TIMES = {False: 1, True: 10}
 INF = float("inf")

@@ -16,7 +16,7 @@ from halfstep.journal.jsonl import read_events
 from tests.support.tiny_task import Tiny
 
 ID = "F14"
-WHAT = "a layer that overflows fp16 at every scale ends the run with 80 after 17 skips at most, and is named"
+WHAT = "a layer that overflows fp16 at every scale ends the run with 80 after at most 17 skips, and is named"
 SEEDS = {False: 4, True: 10}
 LAYERS = {"last": 1e4, "first": 1e6, "second": 1e6, "third": 1e6}
 """How many times too large; in the last one, the gradients alone overflow, and they do so at every scale."""

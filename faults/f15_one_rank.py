@@ -17,7 +17,7 @@ from halfstep import Window
 from tests.support.ranks import Ranks
 
 ID = "F15"
-WHAT = "NaN on one rank skips the step on all, in any micro-batch; weights stay the same, at one small collective"
+WHAT = "NaN on one rank skips the step on all, in any micro-batch; weights stay equal, with one small collective"
 STEPS = {False: 8, True: 40}
 """Every second one is bad, on each rank in turn."""
 PRECISIONS = {False: ("fp16",), True: ("fp32", "bf16", "fp16")}

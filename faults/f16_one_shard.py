@@ -15,7 +15,7 @@ from halfstep import distributed
 from tests.support.ranks import Ranks
 
 ID = "F16"
-WHAT = "NaN in the gradient shard of one rank skips the step on all; weights and loss scale stay the same on all"
+WHAT = "NaN in the gradient shard of one rank skips the step on all; weights and loss scale stay equal on all"
 STEPS = {False: 8, True: 40}
 """Every second one is bad, on each rank in turn."""
 PRECISIONS = {False: ("fp16",), True: ("fp32", "bf16", "fp16")}

@@ -15,7 +15,7 @@ from halfstep.guard.alarms.spike import REFUSED, Spike
 from halfstep.step.stepper import Stepper
 
 ID = "F17"
-WHAT = "1 to 5 losses that are not finite blind no detector, and a resumed one decides as the uninterrupted one did"
+WHAT = "1 to 5 non-finite losses disable no detector, and a resumed detector makes the same decisions"
 LENGTH, RESUMES, ON = {False: 1500, True: 10_000}, {False: 6, True: 50}, 400
 EVERY = 25
 """Losses between two poisonings, on the average: several of them fall into one window of what is usual."""

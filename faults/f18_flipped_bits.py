@@ -24,7 +24,7 @@ from tests.support.ranks import Ranks
 from tests.support.tiny_task import Tiny
 
 ID = "F18"
-WHAT = "a bit that flips on one rank ends the run with 80 and its tensor's name within 50 steps, and is never saved"
+WHAT = "a bit flip on one rank ends the run with 80 and its tensor's name within 50 steps, and is never saved"
 TIMES, CLEAN = {False: 3, True: 50}, {False: 100, True: 2000}
 """Flipped bits, and steps without any."""
 WITHIN, GAVE_UP = 50, 80

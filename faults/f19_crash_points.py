@@ -10,7 +10,7 @@ from faults.outcome import Outcome
 from faults.rig import scratch
 
 ID = "F19"
-WHAT = "a save that ends anywhere, by a kill or a loss of power, leaves the old checkpoint or the new one, never less"
+WHAT = "a save interrupted at any point, by a kill or a power failure, leaves the old checkpoint or the new one"
 
 
 def run(full: bool) -> Outcome:

@@ -17,7 +17,7 @@ from halfstep.checkpoint.reading import newest_intact
 from halfstep.journal.jsonl import read_events
 
 ID = "F20"
-WHAT = "a run that is killed at any point of a save goes on from that save or the one before, to the same end"
+WHAT = "a run killed at any point of a save resumes from that save or the previous one, with the same result"
 TIMES = 10
 FEWER = ("before the rename", "after the rename", "in the middle of removing an old one")
 """Points of the small form."""

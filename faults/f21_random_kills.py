@@ -21,7 +21,7 @@ from halfstep.journal.jsonl import JOURNAL, saved_events
 from tests.support.tiny_task import Tiny
 
 ID = "F21"
-WHAT = "a run that is killed at random times loses no checkpoint, never begins anew, and ends as if nothing had been"
+WHAT = "a run killed at random times loses no checkpoint, never restarts from zero, and ends with the same result"
 KILLS = {False: 6, True: 100}
 STEPS = {False: 30, True: 300}
 EVERY: int = child.RECIPE["checkpoint.every_steps"]

@@ -13,7 +13,7 @@ from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.checkpoint.sealed import MANIFEST, read_manifest
 
 ID = "F22"
-WHAT = "a rank that is killed before, in or after its shard leaves the save complete or not there; a restart goes on"
+WHAT = "a rank killed before, in or after its shard leaves the save complete or absent; a restart resumes"
 EACH = {False: 1, True: 5}
 SETTINGS = {**HALVED, "train.steps": 20, "world.mode": "fsdp", "model.width": 64, "world.timeout": 10.0}
 SHARD = "rank-00001.safetensors"

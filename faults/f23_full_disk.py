@@ -29,8 +29,8 @@ from tests.support.tiny_task import Tiny
 
 ID = "F23"
 WHAT = (
-    "a full disk costs nothing that was saved, is reported at once, and ends the run at the third failure; "
-    "once there is room, saving resumes"
+    "a full disk loses no saved data, is reported at once, and ends the run at the third failure; "
+    "saving resumes once there is space"
 )
 TRIALS = {False: 2, True: 30}
 ROOM = 27_000

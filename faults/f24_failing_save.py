@@ -20,7 +20,7 @@ from halfstep.errors import BadData
 from halfstep.journal.jsonl import read_events
 
 ID = "F24"
-WHAT = "a background save that fails is reported at the next step; the end of a run waits for a save in progress"
+WHAT = "a failed background save is reported at the next step; the end of a run waits for a save in progress"
 FAILING, KILLED = {False: 3, True: 20}, {False: 1, True: 5}
 SAVES = [3, 6, 9, 10, 12]
 """Steps that are saved."""

@@ -13,7 +13,7 @@ from halfstep.checkpoint.paths import BAD, DRAFT, CheckpointDir, generations, sw
 from halfstep.checkpoint.sealed import MANIFEST, tensors_of
 
 ID = "F26"
-WHAT = "while old, damaged and unfinished checkpoints are cleared away, the newest whole one is there all the time"
+WHAT = "while old, damaged and unfinished checkpoints are removed, the newest intact one is always present"
 STALE = 5
 
 

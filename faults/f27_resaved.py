@@ -16,7 +16,7 @@ from halfstep.checkpoint.paths import CHECKPOINTS, generations
 from halfstep.checkpoint.sealed import tensors_of
 
 ID = "F27"
-WHAT = "a step that is saved again leaves the first save whole until the second is committed, and never mixes them"
+WHAT = "saving a step again keeps the first save intact until the second is committed, and never mixes them"
 
 
 KILLS = {False: 1, True: 20}

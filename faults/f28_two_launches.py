@@ -17,7 +17,7 @@ from halfstep.journal.jsonl import read_events
 from halfstep.train.run_folder import LOCK
 
 ID = "F28"
-WHAT = "of two launches in a folder one runs, and the other says which; a lock dies with its holder"
+WHAT = "of two launches in a folder, one runs, and the other names it; a lock ends with its process"
 AT_ONCE, KILLED = {False: 3, True: 20}, {False: 2, True: 10}
 SETTINGS = {"train.steps": 20, "train.num_workers": 0}
 TAKEN = 73

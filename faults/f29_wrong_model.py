@@ -19,7 +19,7 @@ from halfstep.train.state import State
 from tests.support.digest import digest_of
 
 ID = "F29"
-WHAT = "a checkpoint that does not fit is refused with what differs, and the live run keeps every bit"
+WHAT = "a checkpoint that does not fit is refused with the differences, and the live run keeps every bit"
 MOST_LINES = 20
 ACCEPTABLE = ("another schedule", "an island")
 """Pairs that go on where a change of the recipe is accepted; all others are refused even then."""

@@ -22,7 +22,7 @@ from tests.support.ranks import Ranks
 from tests.support.tiny_task import Tiny
 
 ID = "F30"
-WHAT = "a run goes on with other ranks or shards: the same weights to the bit, the same samples, losses that agree"
+WHAT = "a run resumes with other ranks or shards: bitwise equal weights, the same samples, matching losses"
 WORLDS: tuple[tuple[int, str], ...] = ((1, "auto"), (2, "ddp"), (2, "fsdp"), (4, "ddp"), (4, "fsdp"))
 SMALL = (((2, "ddp"), (1, "auto")), ((1, "auto"), (2, "fsdp")))
 MOST = {"fp32": 1e-5, "bf16": 1e-2}

@@ -17,7 +17,7 @@ from halfstep.train.resume import find
 from halfstep.train.state import COMPONENTS
 
 ID = "F31"
-WHAT = "each of the twelve parts of a checkpoint must be there, and be put back: a run that goes on has the same bits"
+WHAT = "each of the twelve parts of a checkpoint is required and restored: a resumed run has the same bits"
 ENDS = {False: (6, 17), True: (1, 6, 17, 18, 29, 39)}
 """Steps after which the run is killed: in an epoch, at the end of one, before the first save."""
 PLATEAU, COSINE = dict[str, Any](), {"schedule.name": "cosine"}

@@ -27,7 +27,7 @@ from halfstep.train.checkpointing import Checkpoints
 from tests.support.digest import digest_of
 
 ID = "F32"
-WHAT = "what is no part of the training changes no bit of it, and what is a part does not change unnoticed"
+WHAT = "settings outside the training change no bit of it, and training settings cannot change unnoticed"
 YEAR = 365.25 * 86400
 STEPS, EVERY = {False: 45, True: 150}, 3
 BASE: dict[str, Any] = {"data.nan": [3], "data.unreadable": [5], "data.samples": 76}

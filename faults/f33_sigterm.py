@@ -23,7 +23,7 @@ from halfstep.checkpoint.paths import CHECKPOINTS, Disk, leftovers
 from tests.support.tiny_task import Tiny
 
 ID = "F33"
-WHAT = "SIGTERM at any time saves the run within a step, ends all of its processes with 75, and costs no bit of it"
+WHAT = "SIGTERM at any time saves the run within a step, ends all of its processes with 75, and changes no bit"
 EACH = {False: 1, True: 5}
 SMALL = {1: ("group", "worker", "save", "startup"), 2: ("process", "evaluation")}
 """The variants of the small form, by the number of ranks: each sees defects that the others do not."""

@@ -13,7 +13,7 @@ from faults.outcome import Outcome
 from faults.trouble import POINTS, Trouble
 
 ID = "F34"
-WHAT = "a rank that dies ends the others with 76 and its number within 15 s; a restart comes to the same bits"
+WHAT = "a dead rank ends the others with 76 and its number within 15 s; a restart reaches the same bits"
 KINDS = {"kill": -9, "segfault": -11, "leave": 1, "fail": 70}
 """How a rank dies, and its own exit code."""
 SMALL = (("kill", "backward"), ("fail", "barrier"))

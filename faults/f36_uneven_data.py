@@ -16,7 +16,7 @@ from halfstep.journal.jsonl import read_events
 from tests.support.ranks import Ranks
 
 ID = "F36"
-WHAT = "data that does not divide: all ranks take as many steps, each sample comes once an epoch, repeats are counted"
+WHAT = "with indivisible data, all ranks run equally many steps, each sample occurs once per epoch, repeats are counted"
 EPOCHS = 2
 CASES = {
     False: ((17, 4, 1), (31, 5, 2), (4, 4, 2)),

@@ -16,7 +16,7 @@ from halfstep.train.status import MOST_FRUITLESS
 from tests.support.tiny_task import Tiny
 
 ID = "F37"
-WHAT = "without a newer save a run is restarted 3 times at most, and never after a failure that a restart cannot fix"
+WHAT = "without a newer save, a run is restarted at most 3 times, and never after a failure that a restart cannot fix"
 SETTINGS = {**HALVED, "train.steps": 20, "world.timeout": 10.0}
 LAST, MANY = 7, 8
 """Restarts of the agent at most: more than there may be."""

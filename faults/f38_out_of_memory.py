@@ -19,7 +19,7 @@ from halfstep.checkpoint.paths import CHECKPOINTS, Disk, generations
 from tests.support.tiny_task import Points, Tiny
 
 ID = "F38"
-WHAT = "no memory in a step, a save or a worker ends the run with 81, no rank waits, and what was saved goes on"
+WHAT = "out of memory in a step, a save or a worker ends the run with 81, no rank waits, and saved runs resume"
 TIMES = {False: 1, True: 5}
 PLACES = ("step", "save", "worker", "device")
 """`device`: the error that torch raises for a GPU, in a step."""

@@ -20,7 +20,7 @@ from halfstep.cli.main import build
 from tests.support import tiny_task
 
 ID = "F39"
-WHAT = "a file that would run code is refused with 77, not run, and not passed over"
+WHAT = "a file that would run code is refused with 77, neither run nor skipped"
 REFUSED = 77
 TASK = ["--task", str(tiny_task.__file__)]
 COMMANDS = {False: 0, True: 4}

@@ -29,7 +29,7 @@ from halfstep.train.state import restore
 from tests.support.tiny_task import Tiny
 
 ID = "F40"
-WHAT = "a file that was made to harm whoever reads it is refused in words, soon, and in little memory"
+WHAT = "a file crafted to harm its reader is refused with a message, quickly, and in little memory"
 MUTATIONS = {False: 60, True: 2000}
 LONGEST, LARGEST = 1.0, 150
 """Seconds for each, and MB for all of them."""

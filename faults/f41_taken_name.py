@@ -16,7 +16,7 @@ from faults.taken_folders import OTHER, WORLDS, disturbed
 from halfstep.ownership import LOCK
 
 ID = "F41"
-WHAT = "a run whose folder is removed and taken by another run ends with 73 on all ranks, and touches nothing there"
+WHAT = "a run whose folder is replaced by another run's ends with 73 on all ranks, and changes nothing there"
 TAKEN = 73
 SMALL = (("one rank", "an unfinished run"), ("fsdp", "another token"))
 TIMES = 2

@@ -16,7 +16,7 @@ from halfstep.ownership import LOCK
 
 ID = "F42"
 WHAT = (
-    "a run whose folder is removed or moved ends with 74 on all ranks and creates nothing; a moved one goes on exactly"
+    "a run whose folder is removed or moved ends with 74 on all ranks and creates nothing; a moved one resumes exactly"
 )
 GONE = 74
 WAYS: dict[str, Callable[[Path], object]] = {

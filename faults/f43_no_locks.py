@@ -19,7 +19,7 @@ from faults.slowed import SlowSteps
 from halfstep.train import run_folder
 
 ID = "F43"
-WHAT = "where locks exclude nobody, a second launch of a live run ends with 73, by its process or by its heartbeat"
+WHAT = "without working locks, a second launch of a live run ends with 73, by its process or by its heartbeat"
 TAKEN, TIMES = 73, {False: 1, True: 5}
 SETTINGS: dict[str, Any] = {"train.steps": 40, "world.timeout": 4.0, "world.start_timeout": 60.0}
 """With a heartbeat every two seconds."""

@@ -18,7 +18,7 @@ from faults.shortened import HungDisk, Shortened
 from faults.slowed import SlowSteps
 
 ID = "F44"
-WHAT = "a disk that stops answering ends the run with 76 in time; it keeps no run from its end, and no Ctrl-C from its"
+WHAT = "a hanging disk ends the run with 76 in time, and blocks neither the end of a run nor Ctrl-C"
 EACH = {False: 1, True: 5}
 TIMEOUT = 5.0
 SHORT = {"train.watchdog.REPORT": 1.0, "train.status.WRITTEN_WITHIN": 1.0, "train.signals.LEAVING": 1.0}

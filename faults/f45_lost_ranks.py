@@ -18,7 +18,7 @@ from faults.trouble import POINTS, Trouble
 from halfstep import peers
 
 ID = "F45"
-WHAT = "a rank that is gone is noticed in any collective within 15 s and named, one that is stopped for a while is not"
+WHAT = "a lost rank is detected in any collective within 15 s and named; a briefly stopped one is not lost"
 MODES = {False: ("fsdp",), True: ("ddp", "fsdp")}
 LATEST = {False: 45.0, True: 15.0}
 """Seconds; the small form runs beside other tests, on cores that are busy."""

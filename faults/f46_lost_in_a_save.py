@@ -21,7 +21,7 @@ from halfstep.journal.jsonl import JOURNAL, saved_events
 from tests.support.tiny_task import Tiny
 
 ID = "F46"
-WHAT = "a rank lost in a save or an evaluation ends the others with 76 within 15 s, with its number and no traceback"
+WHAT = "a rank lost in a save or an evaluation ends the others with 76 within 15 s, with its number, without traceback"
 MODES = {False: ("ddp",), True: ("ddp", "fsdp")}
 SAVES = ("in the middle of the tensors", "before the tensors are flushed", "after the tensors are flushed")
 """Points of a save on a rank that is not the first."""

@@ -17,7 +17,7 @@ from faults.outcome import Outcome
 from halfstep.train import process_group
 
 ID = "F47"
-WHAT = "SIGTERM ends a rank that waits for the others with 75 at once, and those that wait with it"
+WHAT = "SIGTERM immediately ends a rank that waits for the others with 75, and the other waiting ranks too"
 EACH = {False: 1, True: 5}
 LATEST = {False: 20.0, True: 3.0}
 SIGNALS = {False: ("SIGTERM",), True: ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")}

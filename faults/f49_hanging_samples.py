@@ -17,7 +17,7 @@ from halfstep.journal.jsonl import JOURNAL, saved_events
 from tests.support.tiny_task import Points, Tiny
 
 ID = "F49"
-WHAT = "samples that hang together for longer than the watchdog waits are each given up and named; the run goes on"
+WHAT = "hanging samples that together exceed the watchdog's timeout are each skipped and named; the run continues"
 HANGS = (0, 1, 2, 3, 4, 5, 6)
 """Samples of the first batch."""
 EACH = {False: 1, True: 4}

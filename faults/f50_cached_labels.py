@@ -27,7 +27,7 @@ from halfstep.data.shards import Shards, shard_set_at
 from halfstep.errors import BadData
 
 ID = "F50"
-WHAT = "the labels of a shard are its own: an edited index, or one of another shard, turns none and takes no memory"
+WHAT = "labels of a shard come from the shard: an edited or foreign index changes none and uses no extra memory"
 LABELS = [number % 2 for number in range(8)]
 TURNED = [1 - label for label in LABELS]
 EDITS, FULL_EDITS = 12, 400

@@ -13,7 +13,7 @@ from halfstep.data.image_files import MOST_SCANS
 from halfstep.data.image_io import read_image
 
 ID = "F52"
-WHAT = "a JPEG of more scans than encoders write is a bad sample before it is decoded, and any other is read"
+WHAT = "a JPEG with more scans than encoders write is a bad sample before it is decoded; any other is read"
 SLOWEST = 1.0
 """Seconds of the processor for a rejected file; 2,000 scans of 16 megapixels take 44 s to decode."""
 SCANS = (101, 110, 200)

@@ -19,7 +19,7 @@ from tests.support.ranks import Ranks
 from tests.support.tiny_task import Tiny
 
 ID = "F54"
-WHAT = "a resumed run claims to be exact only where it ends in the same bits"
+WHAT = "a resumed run claims to be exact only if it ends in the same bits"
 TWO, FOUR = ("ddp", "fsdp"), ("ddp", "fsdp", "hsdp")
 
 

@@ -27,7 +27,7 @@ from halfstep.train.state import checked_components
 from halfstep.train.weights import load_weights
 
 ID = "F55"
-WHAT = "launch variables, settings, weights and checkpoints that mean nothing are refused by name, without a traceback"
+WHAT = "invalid launch variables, settings, weights and checkpoints are refused by name, without a traceback"
 DATA, TAKEN, CONFIGURATION, INCOMPATIBLE, GAVE_UP = 65, 73, 78, 79, 80
 TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 NUMBERS = ("", "abc", "-1", "1e3", "9" * 5000, "\u0663", "0x2", " 2", "2.0", "1" + "0" * 18)

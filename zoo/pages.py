@@ -14,20 +14,20 @@ SIDE_BY_SIDE = {
 INTRODUCTION = """\
 # The pain zoo
 
-What goes wrong in mixed precision training, each case twice: `plain.py` as people write it, which goes wrong, and
-`held.py` with halfstep. Both run on any CPU in seconds, and both say what they measured. `plain.py` is plain PyTorch,
-or accelerate, Lightning or transformers themselves where the fault is theirs.
+Known failures of mixed precision training. Each has two scripts: `plain.py` is common code that fails, `held.py` does
+the same with halfstep. Both run on any CPU in seconds and print their measurements. `plain.py` is plain PyTorch, or
+accelerate, Lightning or transformers if the defect is theirs.
 
 ```
 python -m zoo            # all of them; exit code 1 unless every plain one breaks and every halfstep one holds
-python -m zoo -v         # with what was seen
+python -m zoo -v         # with their output
 python -m zoo --table    # five of them side by side: torch, accelerate, halfstep
 python -m zoo --json     # for machines
 python -m zoo --readme   # this page
 ```
 
-`p` is a pain that many people reported, by its place in our list; `d` is a defect of one library. A CPU proves the
-logic of a step, not the numbers of a GPU: where the two differ, the folder's README says so.
+`p` is a failure that many people reported; `d` is a defect of one library. A CPU verifies the logic of a step, not the
+numbers of a GPU: if the two differ, the folder's README says so.
 """
 
 
@@ -37,7 +37,7 @@ def readme() -> str:
         f"| [{pain.number}]({pain.folder}) |"
         for pain in pains()
     ]
-    header = ["| pain | what one sees without halfstep | what halfstep does | folder |", "|---|---|---|---|"]
+    header = ["| failure | without halfstep | with halfstep | folder |", "|---|---|---|---|"]
     return "\n".join([INTRODUCTION, *header, *rows, ""])
 
 

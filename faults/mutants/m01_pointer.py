@@ -9,7 +9,7 @@ from halfstep.checkpoint import commit, reading
 from halfstep.checkpoint.paths import CheckpointDir, Disk, generations
 from halfstep.train import resume
 
-WHAT = "a pointer to the latest checkpoint is removed before the new one is made"
+WHAT = "the pointer to the latest checkpoint is removed before the new one is written"
 ROWS = ("F19", "F20")
 POINTER = "latest"
 

@@ -8,7 +8,7 @@ from halfstep.checkpoint import commit
 from halfstep.checkpoint.commit import NotCommitted
 from halfstep.checkpoint.paths import following
 
-WHAT = "an error in the thread that writes is swallowed"
+WHAT = "an error in the writer thread is ignored"
 ROWS = ("F23", "F24")
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from halfstep.step.ranks import Ranks
 
-WHAT = "whether a step is skipped is decided on each rank by itself"
+WHAT = "each rank decides separately whether a step is skipped"
 ROWS = ("F15", "F16")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from halfstep.step.objective import Objective
 from halfstep.step.stepper import Stepper
 
-WHAT = "a step is skipped by multiplying its gradients with 0"
+WHAT = "a step is skipped by multiplying its gradients by 0"
 ROWS = ("F06", "F15")
 
 

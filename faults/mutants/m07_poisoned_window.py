@@ -38,6 +38,6 @@ def _forgets() -> None:
 
 
 MUTANTS = {
-    "M07": Defect("a refused loss enters the window of what is usual", _learns_from_spikes),
-    "M07-forgets": Defect("the window of what is usual is not restored", _forgets),
+    "M07": Defect("a rejected loss enters the statistics of normal losses", _learns_from_spikes),
+    "M07-forgets": Defect("the statistics of normal losses are not restored", _forgets),
 }

@@ -12,7 +12,7 @@ import torch
 from halfstep.checkpoint import reading, sealed
 from halfstep.train import weights
 
-WHAT = "a file that the safe reader refuses is read by the unsafe one"
+WHAT = "a file rejected by the safe reader is read by the unsafe one"
 ROWS = ("F39",)
 
 

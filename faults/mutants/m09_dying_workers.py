@@ -6,7 +6,7 @@ import signal
 
 from halfstep.data.worker_processes import Worker
 
-WHAT = "the processes that read samples die of SIGTERM"
+WHAT = "SIGTERM kills the data workers"
 ROWS = ("F33",)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from halfstep.step.report import StepReport
 from halfstep.step.stepper import Stepper
 
-WHAT = "the schedule takes a step where the update was skipped"
+WHAT = "the schedule advances with skipped updates"
 ROWS = ("F13",)
 
 

@@ -9,7 +9,7 @@ import torch
 from halfstep.train import state
 from halfstep.train.state import RunObjects, State
 
-WHAT = "a checkpoint is loaded as far as it fits"
+WHAT = "a checkpoint is loaded partially if it does not fit"
 ROWS = ("F29",)
 
 

@@ -8,7 +8,7 @@ from types import FrameType
 from halfstep.errors import Stopped
 from halfstep.train.signals import Stopping
 
-WHAT = "the run is ended inside the signal's handler"
+WHAT = "the run ends inside the signal handler"
 ROWS = ("F33",)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from halfstep.recipe import sources
 
-WHAT = "a recipe's _target_ is checked as a string and not as the object that it means"
+WHAT = "a recipe's _target_ is checked as a string, not as the resolved object"
 ROWS = ("F03",)
 REFUSED = ("os.", "posix.", "subprocess.", "builtins.")
 

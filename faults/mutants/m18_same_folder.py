@@ -8,7 +8,7 @@ from typing import Any
 from halfstep.checkpoint import commit
 from halfstep.checkpoint.paths import CheckpointDir, Disk, following, generations
 
-WHAT = "a step that is saved again is saved into the folder that it has"
+WHAT = "a repeated save of a step is written into its existing folder"
 ROWS = ("F27",)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from halfstep.checkpoint import commit, reading
 from halfstep.checkpoint.paths import CheckpointDir, generations
 
-WHAT = "checkpoints are put in order by their step, not by when they were saved"
+WHAT = "checkpoints are sorted by step, not by the time of the save"
 ROWS = ("F27",)
 
 

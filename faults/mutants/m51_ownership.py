@@ -60,9 +60,9 @@ class Defect:
 
 
 MUTANTS = {
-    "M51": Defect("the lock is compared with the folder only when it is taken", ("F41",), _checked_at_the_start_only),
-    "M52": Defect("a folder that is gone is created again", ("F42",), _made_anew),
+    "M51": Defect("the lock is compared with the folder only on acquisition", ("F41",), _checked_at_the_start_only),
+    "M52": Defect("a removed folder is created again", ("F42",), _made_anew),
     "M53": Defect("the token in the lock is not compared", ("F41",), _any_token),
-    "M54": Defect("a granted lock is believed", ("F43",), _lock_alone),
-    "M55": Defect("the heartbeat of a run on another host is not watched", ("F43",), _by_age),
+    "M54": Defect("every granted lock is trusted", ("F43",), _lock_alone),
+    "M55": Defect("the heartbeat of a run on another host is not checked", ("F43",), _by_age),
 }

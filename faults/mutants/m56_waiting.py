@@ -75,13 +75,13 @@ def _given_up_unnoticed() -> None:
 
 
 MUTANTS = {
-    "M56": Waiting("the thread that judges a hang writes to the disk", ("F44",), _judge_writes),
+    "M56": Waiting("the thread that detects a hang writes to the disk", ("F44",), _judge_writes),
     "M57": Waiting("the report of a hang waits for the disk", ("F44",), _report_without_deadline),
     "M58": Waiting("the end of a run waits for its status to be written", ("F44",), _end_without_deadline),
-    "M59": Waiting("nobody looks whether the processes of other ranks live", ("F45",), _peers_unwatched),
-    "M60": Waiting("a rank that is stopped counts as gone", ("F45",), _stopped_is_gone),
+    "M59": Waiting("the processes of other ranks are not checked", ("F45",), _peers_unwatched),
+    "M60": Waiting("a stopped rank counts as lost", ("F45",), _stopped_is_gone),
     "M61": Waiting("a rank that lost another one waits for its part of the save", ("F46",), _waits_for_the_lost),
     "M62": Waiting("a signal does not end the wait for other ranks", ("F47",), _rendezvous_uninterrupted),
-    "M63": Waiting("SIGTERM alone is heard", ("F48",), _only_sigterm),
-    "M64": Waiting("a sample that is given up is no progress", ("F49",), _given_up_unnoticed),
+    "M63": Waiting("only SIGTERM is handled", ("F48",), _only_sigterm),
+    "M64": Waiting("a skipped sample does not count as progress", ("F49",), _given_up_unnoticed),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from halfstep.data.shard_index import ShardIndex
 from halfstep.data.shards import Shards
 
-WHAT = "labels come from the cached index, and nothing compares them with the shard"
+WHAT = "labels come from the cached index, and are not compared with the shard"
 ROWS = ("F50",)
 
 

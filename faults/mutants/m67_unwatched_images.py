@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfstep.data import recorded_files
 
-WHAT = "an image is not compared with its state when the run began"
+WHAT = "an image is not compared with its state at the start of the run"
 ROWS = ("F51",)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfstep.train import resume
 
-WHAT = "a resume with copies in the place of shards is called exact"
+WHAT = "a resume with copies instead of shards is called exact"
 ROWS = ("F54",)
 
 

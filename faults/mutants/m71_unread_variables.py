@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfstep import launch_variables
 
-WHAT = "launch variables are read without bounds"
+WHAT = "launch variables are read without limits"
 ROWS = ("F55",)
 
 

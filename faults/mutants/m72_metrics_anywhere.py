@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfstep.runs import resolve
 
-WHAT = "a recipe names a metrics file outside of the run"
+WHAT = "a recipe names a metrics file outside the run's folder"
 ROWS = ("F55",)
 
 

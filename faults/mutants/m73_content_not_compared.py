@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfstep.data import file_state
 
-WHAT = "a file is the same only where its times are"
+WHAT = "a file counts as unchanged only if its times are"
 ROWS = ("F51",)
 
 

@@ -114,15 +114,14 @@ def _pain(pain: Pain) -> str:
 
 def _faults() -> str:
     rows = [[row["id"], row["what"], f"{row['pass']} of {row['n']}", _plain(row["worst"])] for row in _record()["rows"]]
-    return _table(["row", "what must hold", "held", "worst"], rows)
+    return _table(["row", "requirement", "held", "worst"], rows)
 
 
 def _mutants() -> str:
     rows = [
-        [row["mutant"], row["what"], ", ".join(row["by"]) if row["killed"] else "not seen"]
-        for row in _record()["mutants"]
+        [row["mutant"], row["what"], ", ".join(row["by"]) if row["killed"] else "none"] for row in _record()["mutants"]
     ]
-    return _table(["defect", "what it does", "seen by"], rows)
+    return _table(["id", "defect", "detected by"], rows)
 
 
 def _break_test() -> str:
