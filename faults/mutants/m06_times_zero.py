@@ -24,4 +24,4 @@ def apply() -> None:
     Objective.ready = zeroed  # type: ignore[method-assign]
     Objective.reason = lambda self: None  # type: ignore[method-assign]
     # Statistics that are not finite would skip the step as well.
-    Stepper._bad_buffer = lambda self: False  # type: ignore[method-assign]
+    Stepper._has_bad_buffer = lambda self: False  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ def apply() -> None:
     reading.read_manifest = _manifest_or_pickle(reading.read_manifest)  # type: ignore[attr-defined]
     reading._tensors = _or_file(reading._tensors)
     weights._numbers_only = _or_file(weights._numbers_only)  # type: ignore[assignment]
-    weights._restricted = _or_file(weights._restricted)
+    weights._load_restricted = _or_file(weights._load_restricted)
 
 
 def _or_pickle(read: Callable[[Any], Any]) -> Callable[[Any], Any]:

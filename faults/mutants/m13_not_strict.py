@@ -25,4 +25,4 @@ def apply() -> None:
     def unchecked(*given: Any) -> None: ...
 
     state._check_weights = unchecked
-    state._put_weights = _put_what_fits
+    state._load_weights = _put_what_fits

@@ -11,4 +11,4 @@ ROWS = ("F50",)
 
 def apply() -> None:
     ShardIndex._verify = lambda self, shard, page: None  # type: ignore[method-assign]
-    Shards._checked_label = lambda self, content, index: self.index.row(index).label  # type: ignore[method-assign]
+    Shards._check_label = lambda self, content, index: self.index.row(index).label  # type: ignore[method-assign]

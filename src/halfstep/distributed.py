@@ -127,12 +127,12 @@ def rank_failed(given: str, rank: int | None, *, usable: bool, out_of_memory: bo
 
 def size() -> int:
     """Return the number of ranks."""
-    return dist.get_world_size(_group.get()) if _together() else 1
+    return dist.get_world_size(_group.get()) if _is_distributed() else 1
 
 
 def rank() -> int:
     """Return the rank of this process."""
-    return dist.get_rank(_group.get()) if _together() else 0
+    return dist.get_rank(_group.get()) if _is_distributed() else 0
 
 
 def ranks_named(ranks: list[int]) -> str:
@@ -146,7 +146,7 @@ def agree(numbers: Tensor) -> Tensor:
 
     A non-finite number on one rank is non-finite on all of them.
     """
-    if not _together():
+    if not _is_distributed():
         return numbers
     if numbers.numel() > LARGEST_AGREEMENT:
         raise ValueError(f"{numbers.numel()} numbers to agree on; at most {LARGEST_AGREEMENT}")
@@ -158,7 +158,7 @@ def agree(numbers: Tensor) -> Tensor:
 
 def summed(numbers: Tensor) -> Tensor:
     """Return the sum over all ranks, of any size and in the tensor's own dtype: once per epoch, not per step."""
-    if not _together():
+    if not _is_distributed():
         return numbers
     total = numbers.to(_talks_on(_group.get()), copy=True)
     _finish(dist.all_reduce(total, group=_group.get(), async_op=True), total)
@@ -236,7 +236,7 @@ def pieces(tensor: Tensor) -> list[int]:
 
 def from_rank_zero(text: str) -> str:
     """Return rank 0's text on every rank. It is sent as bytes, not as a pickle. Not for the hot path."""
-    if not _together():
+    if not _is_distributed():
         return text
     group = _group.get()
     encoded = text.encode() if rank() == 0 else b""
@@ -253,7 +253,7 @@ def from_rank_zero(text: str) -> str:
 
 def from_all(text: str) -> list[str]:
     """Return the texts of all ranks, in rank order. Costs two collectives: not for the hot path."""
-    if not _together():
+    if not _is_distributed():
         return [text]
     group = _group.get()
     mine, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -271,8 +271,8 @@ def from_all(text: str) -> list[str]:
 
 def rank_zero_or_raise(work: Callable[[], Any]) -> Any:
     """Return rank 0's result, as plain JSON data, on every rank; a HalfstepError there is raised on every rank."""
-    result, failure = _tried(work) if rank() == 0 else (None, None)
-    [decided] = _exchanged(result, failure, lambda text: [from_rank_zero(text)])
+    result, failure = _try_work(work) if rank() == 0 else (None, None)
+    [decided] = _exchange_results(result, failure, lambda text: [from_rank_zero(text)])
     return decided
 
 
@@ -281,25 +281,25 @@ def all_gather_or_raise(work: Callable[[], Any]) -> list[Any]:
 
     A HalfstepError of one rank is raised on all of them.
     """
-    result, failure = _tried(work)
-    return _exchanged(result, failure, from_all)
+    result, failure = _try_work(work)
+    return _exchange_results(result, failure, from_all)
 
 
 def fail_together(work: Callable[[], T]) -> T:
     """Run `work` on every rank and return this rank's own result; a HalfstepError of one rank is raised on all."""
-    result, failure = _tried(work)
-    _exchanged(None, failure, from_all)
+    result, failure = _try_work(work)
+    _exchange_results(None, failure, from_all)
     return result  # type: ignore[return-value]  # None only where a failure was raised above
 
 
-def _tried(work: Callable[[], T]) -> tuple[T | None, HalfstepError | None]:
+def _try_work(work: Callable[[], T]) -> tuple[T | None, HalfstepError | None]:
     try:
         return work(), None
     except HalfstepError as error:
         return None, error
 
 
-def _exchanged(result: Any, failure: HalfstepError | None, share: Callable[[str], list[str]]) -> list[Any]:
+def _exchange_results(result: Any, failure: HalfstepError | None, share: Callable[[str], list[str]]) -> list[Any]:
     # A failure is sent like a result: a rank that raised before the collective would leave the others waiting in it.
     own: dict[str, Any] = {"result": result}
     if failure is not None:
@@ -318,7 +318,7 @@ def _exchanged(result: Any, failure: HalfstepError | None, share: Callable[[str]
 
 def take_from_rank_zero(tensors: Iterable[Tensor]) -> None:
     """Overwrite every rank's tensors with rank 0's, in place."""
-    if _together():
+    if _is_distributed():
         for tensor in tensors:
             _finish(dist.broadcast(tensor.detach(), group=_group.get(), group_src=0, async_op=True), tensor.detach())
 
@@ -355,13 +355,13 @@ class RankGroup:
             raise TimeoutError(self._broken)
         self._client = self._client or _store().clone()
         self._exchange += 1
-        return self._collected(text, conclude) if self.rank == 0 else self._answered(text)
+        return self._collect_texts(text, conclude) if self.rank == 0 else self._await_answer(text)
 
     def leave(self, seconds: float) -> None:
         """Wait for other ranks only so many seconds more, in this exchange and in later ones: one may be gone."""
         self._ends = min(self._ends, time.monotonic() + seconds)
 
-    def _collected(self, text: str, conclude: Callable[[list[str]], str]) -> str:
+    def _collect_texts(self, text: str, conclude: Callable[[list[str]], str]) -> str:
         keys = [self._key(rank) for rank in range(1, self.size)]
         self._until(keys)
         decision = conclude([text, *(bytes(one).decode() for one in self._client.multi_get(keys))])
@@ -371,7 +371,7 @@ class RankGroup:
         self._client.delete_key(self._key(0, self._exchange - 1))
         return decision
 
-    def _answered(self, text: str) -> str:
+    def _await_answer(self, text: str) -> str:
         self._client.set(self._key(self.rank), text)
         self._until([self._key(0)])
         self._client.delete_key(self._key(self.rank))
@@ -417,13 +417,13 @@ class Flag:
 
     def hoist(self) -> None:
         """Raise the flag, for all ranks."""
-        if not self._is_raised and _together():
+        if not self._is_raised and _is_distributed():
             _store().set(self._key, "")
         self._is_raised = True
 
     def is_raised(self) -> bool:
         """Return whether a rank has raised the flag; a question to the store takes about 0.1 ms."""
-        if not self._is_raised and _together():
+        if not self._is_raised and _is_distributed():
             self._is_raised = bool(_store().check([self._key]))
         return self._is_raised
 
@@ -443,5 +443,5 @@ def _talks_on(group: Any = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _together() -> bool:
+def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(_group.get()) > 1

@@ -150,7 +150,7 @@ def read_json(path: Path) -> Any | None:
     """Return the content of a JSON file, or None if it is missing, too large or not JSON."""
     try:
         # Non-blocking: if a named pipe stands in the file's place, opening it would wait forever for a writer.
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(path, "rb", opener=_open_nonblocking) as file:
             # Of the open file, not of the path, which could be replaced between the check and the read.
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST_JSON:
@@ -175,19 +175,21 @@ def _field_types(kind: type[object]) -> dict[str, tuple[type[object], ...]]:
     return {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def strict_json(text: bytes | str) -> Any:
     """Parse JSON with unique keys and finite numbers; raise ValueError otherwise. For files that others may edit."""
     try:
-        return json.loads(text, object_pairs_hook=_each_once, parse_constant=_no_number, parse_float=_finite)
+        return json.loads(
+            text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_number, parse_float=_finite
+        )
     except RecursionError:
         raise ValueError("too many levels") from None
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a duplicate key")
@@ -196,10 +198,10 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(word: str) -> float:
     """Refuse a number too large for a float, which would silently become inf."""
-    return float(word) if math.isfinite(float(word)) else _no_number(word)
+    return float(word) if math.isfinite(float(word)) else _reject_number(word)
 
 
-def _no_number(word: str) -> Any:
+def _reject_number(word: str) -> Any:
     raise ValueError(f"{word[:40]} is no number")
 
 

@@ -52,13 +52,13 @@ def _available_memory() -> int:
 def _limits() -> Iterator[tuple[int, int]]:
     """Yield the limit and the use of each control group that this process is in."""
     for folder, limit, used in _FILES:
-        for group in _own_groups(CGROUP / folder):
+        for group in _list_own_groups(CGROUP / folder):
             with contextlib.suppress(OSError, ValueError):  # "max" is no limit
                 most = int((group / limit).read_text())
                 yield most, int((group / used).read_text()) - _reclaimable(group)
 
 
-def _own_groups(root: Path) -> Iterator[Path]:
+def _list_own_groups(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's group and of those around it."""
     own = Path()
     with contextlib.suppress(OSError, IndexError):

@@ -178,10 +178,10 @@ class Ownership:
                 # Opened by its name: a network disk asks its server then, and may show an old text to who has it open.
                 holder = _holder_at(path)
                 is_own = holder is not None and holder.launch == self.token
-            return None if is_own else _taken(self.folder, holder or _holder_if_file(path))
+            return None if is_own else _taken_error(self.folder, holder or _holder_if_file(path))
         except OSError as error:
             if error.errno in _GONE:
-                return _gone(self.folder, self._absolute)
+                return _gone_error(self.folder, self._absolute)
             raise
 
     def _close(self) -> None:
@@ -223,7 +223,7 @@ def _open_regular(path: Path) -> int:
     return descriptor
 
 
-def _taken(folder: Path, holder: Holder | None) -> FolderLost:
+def _taken_error(folder: Path, holder: Holder | None) -> FolderLost:
     by = f"it is that of {holder}" if holder is not None else f"its {LOCK} is not the one that this run wrote"
     return FolderLost(
         f"{folder} is no longer this run's folder: {by}. Nothing more was written to it",
@@ -233,7 +233,7 @@ def _taken(folder: Path, holder: Holder | None) -> FolderLost:
     )
 
 
-def _gone(folder: Path, absolute: Path) -> FolderLost:
+def _gone_error(folder: Path, absolute: Path) -> FolderLost:
     given = f"{folder / LOCK} is gone: the folder was removed, moved or cleared while the run trained"
     do = "restore the folder, and start the run with the same command: it resumes from its last checkpoint"
     if Path(os.path.abspath(folder)) != absolute:
@@ -269,7 +269,7 @@ def check_ownership(path: Path) -> None:
         owner.check()
 
 
-def _in_child() -> None:
+def _release_in_child() -> None:
     """Give all claims up in a forked child, such as a data worker: an open `.lock` there would outlive the run."""
     for one in tuple(_owned):
         one._using = threading.Lock()  # another thread may have held it at the fork
@@ -278,4 +278,4 @@ def _in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(after_in_child=_release_in_child)

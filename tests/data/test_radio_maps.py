@@ -19,7 +19,7 @@ from halfstep.data.synthetic.radio_maps import (
     NEAREST,
     RANGE,
     RadioMaps,
-    _crossed,
+    _count_crossings,
     radio_field,
 )
 from halfstep.errors import WrongUse
@@ -93,7 +93,7 @@ def test_rays_meet_what_lies_on_the_line() -> None:
     for index in range(8):
         buildings, spot = source.read(index)["condition"].numpy()
         built, place = buildings > 0, divmod(int(spot.argmax()), 48)
-        crossed = _crossed(built, place)
+        crossed = _count_crossings(built, place)
         for row, column in draw.integers(0, 48, (60, 2)):
             wrong.append(abs(crossed[row, column] - by_hand(built, place, row, column)))
     assert np.mean(wrong) < 0.25

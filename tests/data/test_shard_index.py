@@ -254,11 +254,11 @@ def test_a_share_is_made_once_and_one_that_was_edited_anew(tmp_path: Path, monke
     source = Shards(small(tmp_path / "a.tar", 2000))
     before = list(split(source, 0.25)[1].numbers)
     (kept,) = (cache_folder() / "shards").glob("*.val-0.25")
-    real = held_out._chosen
-    monkeypatch.setattr(held_out, "_chosen", None)
+    real = held_out._select_held_out
+    monkeypatch.setattr(held_out, "_select_held_out", None)
     assert list(split(source, 0.25)[1].numbers) == before
     flip(kept, kept.stat().st_size - 400)
-    monkeypatch.setattr(held_out, "_chosen", real)
+    monkeypatch.setattr(held_out, "_select_held_out", real)
     assert list(split(source, 0.25)[1].numbers) == before
 
 

@@ -217,8 +217,8 @@ def test_a_wrong_index_costs_time_and_not_the_frames(monkeypatch: pytest.MonkeyP
         assert per_frame == 1
         return ((number, frame) for frame, number in container.decode(stream))
 
-    monkeypatch.setattr(video, "_numbered", numbered)
+    monkeypatch.setattr(video, "_number_frames", numbered)
     for first in (20, 45, 0):
         film = Misled()
-        found = [int(frame[0, 0, 0]) for frame in video._wanted(film, film, range(first, first + 5, 2))]
+        found = [int(frame[0, 0, 0]) for frame in video._decode_wanted(film, film, range(first, first + 5, 2))]
         assert found == [first, first + 2, first + 4]

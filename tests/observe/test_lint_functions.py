@@ -86,7 +86,7 @@ def test_formats_that_meet_are_found_with_their_place(precision: str, format: st
     (finding,) = found(between(Layer(Bare)), precision)
     line = Bare.forward.__code__.co_firstlineno
     assert finding.evidence.startswith(f"{Path('tests/support/functions.py')}:{line} in 1: Bare takes {format}")
-    assert f"takes {format} and fp32 and gives {format}" in finding.evidence
+    assert f"takes {format} and fp32 and returns {format}" in finding.evidence
     assert 'torch.amp.custom_bwd(device_type="cpu")' in finding.fix
     assert 'torch.amp.custom_fwd(device_type="cpu")' in finding.fix
     assert finding.fix.endswith('island(model, "1")')

@@ -154,7 +154,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(in_store: InStore, tmp_path
             text = path.read_bytes()
             commit["files"][path.name] = [len(text), hashlib.sha256(text).hexdigest()]
         sealed = tmp_path / "commit"
-        sealed.write_bytes(remote_generations._with_seal(commit))
+        sealed.write_bytes(remote_generations._add_seal(commit))
         in_store("put_path", key=f"{one}/COMMIT.json", path=str(sealed))
     with pytest.raises(HalfstepError) as caught:
         fit(tmp_path / "second", in_store)
@@ -192,7 +192,7 @@ def test_a_commit_that_was_made_to_harm_is_skipped_in_words(in_store: InStore, t
     upload(in_store, lease, tmp_path, before)
     newest = upload(in_store, lease, tmp_path, written(tmp_path, 2))
     good = in_store("text", key=f"{newest}/COMMIT.json").encode()
-    texts = {name: remote_generations._with_seal(one) for name, one in hostile(json.loads(good)["content"]).items()}
+    texts = {name: remote_generations._add_seal(one) for name, one in hostile(json.loads(good)["content"]).items()}
     texts |= {"cut": good[:-9], "empty": b"", "deep": b"[" * 100_000, "none": b"\0" * 1000, "big": b" " * 2**24}
     for name, text in texts.items():
         (tmp_path / "commit").write_bytes(text)
@@ -216,7 +216,7 @@ def test_an_owner_that_was_made_to_harm_is_refused_in_words(in_store: InStore, t
     upload(in_store, claimed(in_store), tmp_path, written(tmp_path, 1))
     good = json.loads(in_store("text", key="OWNER.json"))["content"]
     for value in OWNERS[field]:
-        (tmp_path / "owner").write_bytes(remote_generations._with_seal({**good, field: value}))
+        (tmp_path / "owner").write_bytes(remote_generations._add_seal({**good, field: value}))
         in_store("put_path", key="OWNER.json", path=str(tmp_path / "owner"))
         for call in (lambda: claimed(in_store, "2" * 16, 1), lambda: restore(in_store, tmp_path / "elsewhere")):
             with pytest.raises(StoreFailed, match="did not write") as caught:

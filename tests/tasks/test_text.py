@@ -270,8 +270,8 @@ def test_the_space_before_new_text_is_kept() -> None:
 
     task = text()
     task._tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
-    assert task._decoded([0, 1], [2, 0]) == " c a"
-    assert task._decoded([], [2, 0]) == "c a"
+    assert task._decode_text([0, 1], [2, 0]) == " c a"
+    assert task._decode_text([], [2, 0]) == "c a"
 
 
 @pytest.mark.parametrize(("kind", "new_tokens", "most"), [("llama", 4, 4), ("gpt2", 100, 31)])

@@ -320,10 +320,10 @@ def test_merged_and_unmerged_compute_the_same(base: Path, base_format: str) -> N
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
     whole = adapters.merged(model, model.inner.config)
-    losses = [task._held_out_loss(one) for one in (model, whole)]
+    losses = [task._measure_held_out_loss(one) for one in (model, whole)]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     with model.language.disable_adapter():
-        assert task._held_out_loss(model) != pytest.approx(losses[0], rel=1e-4)
+        assert task._measure_held_out_loss(model) != pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
@@ -336,7 +336,7 @@ def test_a_merge_unties_a_head_with_an_adapter(base: Path, target: str) -> None:
             if "lora_" in name:
                 parameter.normal_(std=0.2)
     whole = adapters.merged(model, model.inner.config)
-    assert task._held_out_loss(whole) == pytest.approx(task._held_out_loss(model), rel=1e-5)
+    assert task._measure_held_out_loss(whole) == pytest.approx(task._measure_held_out_loss(model), rel=1e-5)
 
 
 def test_the_rule_of_a_merge() -> None:

@@ -56,7 +56,7 @@ def test_workers_without_room_say_what_to_raise(error: Exception, more: str) -> 
         yield
 
     with pytest.raises(OutOfMemory) as caught:
-        list(loader._while_workers_live(failing()))
+        list(loader._require_live_workers(failing()))
     assert caught.value.exit_code == 81
     assert more in caught.value.do
     assert "train.num_workers=0" in caught.value.do
@@ -74,7 +74,7 @@ def test_other_errors_of_workers_stay_what_they_are() -> None:
             yield
 
         with pytest.raises(kind) as caught:
-            list(loader._while_workers_live(failing()))
+            list(loader._require_live_workers(failing()))
         assert not isinstance(caught.value, OutOfMemory)
         assert for_workers(error) is None
 

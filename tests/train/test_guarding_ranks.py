@@ -71,9 +71,9 @@ def test_both_give_up_at_the_same_step_with_the_same_checkpoint(on_ranks: Ranks,
 
 
 def launched(rank: int) -> list[str]:
-    from halfstep.train.give_up import _launched
+    from halfstep.train.give_up import _add_launcher
 
-    return _launched(["halfstep", "train", "mine.yaml"])
+    return _add_launcher(["halfstep", "train", "mine.yaml"])
 
 
 def test_the_command_starts_as_many_processes_again(on_ranks: Ranks) -> None:

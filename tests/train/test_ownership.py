@@ -29,7 +29,7 @@ from halfstep.journal.events import Event, Journal
 from halfstep.journal.jsonl import JOURNAL, LOG, JsonLines, read_events
 from halfstep.ownership import LOCK, Ownership, boot_and_container_id, owner_of
 from halfstep.recipe.sources import recipe_of
-from halfstep.runs.fit import _removed_unless_started
+from halfstep.runs.fit import _remove_unless_started
 from halfstep.runs.resolve import resolved_recipe
 from halfstep.status_files import StatusFile, status_file
 from halfstep.train import run_folder, watchdog
@@ -292,7 +292,7 @@ def test_a_run_that_was_moved_goes_on_in_its_new_place(tmp_path: Path) -> None:
 
 def test_nothing_is_removed_for_a_start_that_failed_in_another_run_s_folder(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
-        with _removed_unless_started(folder, NEW):
+        with _remove_unless_started(folder, NEW):
             raise ZeroDivisionError
 
     (tmp_path / "run").mkdir()

@@ -137,7 +137,7 @@ def _forgets_the_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_the_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("halfstep.train.state._put_weights", lambda *_: None)
+    patch.setattr("halfstep.train.state._load_weights", lambda *_: None)
 
 
 @pytest.mark.parametrize(

@@ -244,12 +244,12 @@ def test_a_damaged_journal_does_not_hold_up_a_run(tmp_path: Path) -> None:
         flipped = bytearray(whole)
         flipped[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
         journal.write_bytes(flipped)
-        resume._last_attempt(tmp_path / "run")
+        resume._read_last_attempt(tmp_path / "run")
         resume._was_saved(tmp_path / "run")
     lines = [{"event": "step"}, {"event": "step", "attempt": "7"}, {"event": "step", "attempt": True}]
     lines += [{"event": "start", "resumed": "yes"}, {"event": "step", "attempt": 3}]
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert resume._last_attempt(tmp_path / "run") == 3
+    assert resume._read_last_attempt(tmp_path / "run") == 3
     assert not resume._was_saved(tmp_path / "run")
 
 
@@ -267,8 +267,8 @@ def test_a_run_with_a_journal_of_an_older_form_is_refused_and_left_as_it_was(tmp
 def test_steps_that_are_done_again_are_counted_from_the_end_of_the_journal(tmp_path: Path) -> None:
     at, run = stopped(tmp_path), tmp_path / "run"
     size = (run / "journal.jsonl").stat().st_size
-    assert resume._last_attempt(run) == at
-    assert resume._last_attempt(run, size) == resume._last_attempt(run, 2**80) == 0
+    assert resume._read_last_attempt(run) == at
+    assert resume._read_last_attempt(run, size) == resume._read_last_attempt(run, 2**80) == 0
     with (run / "journal.jsonl").open("a") as file:
         file.writelines(json.dumps({"event": "step", "attempt": at + more}) + "\n" for more in (1, 2, 3))
     fit(tmp_path)

@@ -96,7 +96,7 @@ def from_accelerate(
 def _check_prepared(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
     """Raise WrongUse for objects that accelerate does not place and save."""
     for what, given, known in (
-        ("model", _kept(model), accelerator._models),
+        ("model", _unwrap_kept_module(model), accelerator._models),
         ("optimizer", optimizer, accelerator._optimizers),
     ):
         if not any(given is one for one in known):
@@ -107,7 +107,7 @@ def _check_prepared(accelerator: Accelerator, model: nn.Module, optimizer: Any) 
             )
 
 
-def _kept(model: nn.Module) -> nn.Module:
+def _unwrap_kept_module(model: nn.Module) -> nn.Module:
     """Return the module that accelerate keeps and saves of a prepared model: without what it was wrapped in after."""
     return unwrapped(getattr(model, "_orig_mod", model))
 
@@ -115,7 +115,7 @@ def _kept(model: nn.Module) -> nn.Module:
 def _retire(accelerator: Accelerator, model: nn.Module) -> None:
     """Take out what an earlier Stepper of this model, or of one that accelerate has freed, placed."""
     for own in [one for one in accelerator._custom_objects if isinstance(one, _OwnState)]:
-        if own.model is _kept(model) or not any(own.model is known for known in accelerator._models):
+        if own.model is _unwrap_kept_module(model) or not any(own.model is known for known in accelerator._models):
             accelerator._custom_objects.remove(own)
             for handle in own.handles:
                 handle.remove()
@@ -239,16 +239,16 @@ class _CalledTwice:
 
     def _before_step(self, *_: object) -> None:
         if not self._stepper.in_window:
-            raise _twice("optimizer.step()")
+            raise _called_twice_error("optimizer.step()")
 
     def passes(self, report: StepReport) -> bool:
         """Raise WrongUse if the loop has advanced the schedule; otherwise accept the step."""
         if self._schedule is not None and self._schedule.advanced_elsewhere:
-            raise _twice("scheduler.step()")
+            raise _called_twice_error("scheduler.step()")
         return True
 
 
-def _twice(call: str) -> WrongUse:
+def _called_twice_error(call: str) -> WrongUse:
     return WrongUse(
         f"{call} in a loop with a Stepper",
         allowed="stepper.apply() or stepper.step(), which step the optimizer and the schedule",
@@ -261,7 +261,7 @@ class _OwnState:
 
     def __init__(self, stepper: Stepper, schedule: _OwnSchedule | None, *, saves_schedule: bool) -> None:
         self._stepper, self._schedule, self._saves_schedule = stepper, schedule, saves_schedule
-        self.model = _kept(stepper.model)
+        self.model = _unwrap_kept_module(stepper.model)
         self.handles: list[Any] = []
         """Of the hooks that belong to the Stepper."""
 

@@ -227,7 +227,7 @@ class GradScaler(torch.amp.GradScaler):
         owed = [slot for slot in waiting if slot.verdict is not None]
         for slot in waiting:
             if slot.verdict is None:
-                self._left_out(slot)
+                self._close_unstepped(slot)
         decided = [slot.verdict for slot in self._slots.values() if slot.verdict is not None]
         if not decided:
             raise nothing_to_update()
@@ -271,7 +271,7 @@ class GradScaler(torch.amp.GradScaler):
             name = type(optimizer).__name__ + (f" {alike + 1}" if alike else "")
             slot = self._slots[id(optimizer)] = ScalerSlot(name, optimizer)
             optimizer.register_step_pre_hook(_StepWatch(self))
-        elif _same(owned_by(optimizer), slot.gradients.parameters):
+        elif _is_same(owned_by(optimizer), slot.gradients.parameters):
             return slot
         slot.follow()
         self._backward.watch(p for known in self._slots.values() for p in known.gradients.parameters)
@@ -419,7 +419,7 @@ class GradScaler(torch.amp.GradScaler):
         self._included.decided(applied=reason is None)
         self._backward.decided()
 
-    def _left_out(self, slot: ScalerSlot) -> None:
+    def _close_unstepped(self, slot: ScalerSlot) -> None:
         """Close a window of which the loop stepped nothing: a skip, decided by the loop."""
         unknown = math.nan  # nothing was read, so that the host does not wait
         self._conclude([slot], NOT_STEPPED, finite=True, loss=unknown, scale=unknown, norms=[unknown])
@@ -526,5 +526,5 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
             yield from _tensors(output)
 
 
-def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+def _is_same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -58,9 +58,9 @@ def moving_methods(thing: Any, named: str | Literal[False] | None, others: Seque
     timms = sys.modules.get("timm.utils.model_ema")  # not imported: then nobody has one
     is_timms = timms is not None and isinstance(thing, (timms.ModelEmaV2, timms.ModelEmaV3))
     copies = is_timms or callable(getattr(type(thing), "update_parameters", None))
-    averages = copies or _holds_a_copy(thing, methods, [*others, *_hidden_modules(thing)])
+    averages = copies or _holds_a_copy(thing, methods, [*others, *_find_hidden_modules(thing)])
     if averages is None or (averages and not methods):
-        raise _may_be_an_average(thing, methods)
+        raise _ambiguous_average_error(thing, methods)
     return methods if averages else []
 
 
@@ -70,7 +70,7 @@ def _is_own_method(kind: type, name: str) -> bool:
     return callable(method) and method not in (nn.ModuleDict.update, nn.ParameterDict.update)
 
 
-def _hidden_modules(module: nn.Module) -> list[nn.Module]:
+def _find_hidden_modules(module: nn.Module) -> list[nn.Module]:
     """Return modules that are held outside of the children, as averages hold the model that they average."""
     held = [
         item for value in vars(module).values() for item in (value if isinstance(value, (list, tuple)) else [value])
@@ -134,7 +134,7 @@ def _needs_no_argument(module: nn.Module, method: str) -> bool:
     return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in wanted)
 
 
-def _may_be_an_average(module: nn.Module, methods: Sequence[str]) -> WrongUse:
+def _ambiguous_average_error(module: nn.Module, methods: Sequence[str]) -> WrongUse:
     kind, method = type(module).__name__, methods[0] if methods else "forward"
     has = f"has {', '.join(f'{name}()' for name in methods)}, and" if methods else "holds a copy of weights, and"
     return WrongUse(
@@ -161,8 +161,8 @@ class _Gate:
 def hold_methods(thing: Any, methods: Sequence[str], moves: Callable[[], Moves]) -> None:
     """Make these methods do nothing while no update was applied; raise WrongUse if the object does not allow that."""
     kind = type(thing)
-    members: dict[str, Any] = {name: _held(getattr(kind, name), _Gate(moves)) for name in methods}
-    members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduced_as(kind)}
+    members: dict[str, Any] = {name: _gate_method(getattr(kind, name), _Gate(moves)) for name in methods}
+    members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _make_reduce(kind)}
     try:
         # Another class rather than an attribute of the instance: a schedule's state_dict() holds all its attributes.
         thing.__class__ = type(kind.__name__, (kind,), members)
@@ -174,7 +174,7 @@ def hold_methods(thing: Any, methods: Sequence[str], moves: Callable[[], Moves])
         ) from error
 
 
-def _held(method: Any, gate: _Gate) -> Any:
+def _gate_method(method: Any, gate: _Gate) -> Any:
     @functools.wraps(method)
     def held(self: Any, *args: Any, **kwargs: Any) -> Any:
         return method(self, *args, **kwargs) if gate.passes() else None
@@ -182,7 +182,7 @@ def _held(method: Any, gate: _Gate) -> Any:
     return held
 
 
-def _reduced_as(kind: Any) -> Any:
+def _make_reduce(kind: Any) -> Any:
     """Return a `__reduce_ex__` that copies and pickles an object as one of the class that it had."""
 
     def reduce_ex(self: Any, protocol: Any) -> Any:

@@ -167,7 +167,7 @@ class HalfstepPrecision(Precision):
         many = model.trainer.accumulate_grad_batches
         if self._microbatches > many:
             self.drop_open_window()
-            raise _unsupported(
+            raise _unsupported_error(
                 f"training_step run {self._microbatches} times for an update of {many}",
                 "each batch once; optimizers such as SAM, which run the closure twice, need their own loop",
                 "a halfstep.Stepper with manual forward passes",
@@ -177,7 +177,7 @@ class HalfstepPrecision(Precision):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the last micro-batch, which is the closure, and conclude the window; raise Diverged to end the run."""
         if optimizer is not self._optimizer:
-            raise _unsupported(
+            raise _unsupported_error(
                 f"another {type(optimizer).__name__} than at the start of fit",
                 "the optimizer of configure_optimizers",
                 "optimizer.add_param_group(...), or write to its param_groups",
@@ -210,7 +210,7 @@ class HalfstepPrecision(Precision):
         if self._module_clips:
             super()._clip_gradients(model, optimizer, clip_val, gradient_clip_algorithm)
         elif clipping_of(clip_val, gradient_clip_algorithm) != self._clipping:
-            raise _unsupported(
+            raise _unsupported_error(
                 f"gradient_clip_val={clip_val!r} and gradient_clip_algorithm={gradient_clip_algorithm!r}, changed "
                 "during fit",
                 f"the values at the start of fit: {self._clipping}",
@@ -287,7 +287,7 @@ class HalfstepCallback(Callback):
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
             config = next(config for config in trainer.lr_scheduler_configs if config.scheduler is scheduler)
-            if config.interval == "epoch" or self._due(config, trainer.fit_loop.batch_idx + 1):
+            if config.interval == "epoch" or self._is_due(config, trainer.fit_loop.batch_idx + 1):
                 advance(scheduler, metric)
 
         # On the instance, and taken off at the end: Lightning looks the hook up there, and a module that overrides it
@@ -299,7 +299,7 @@ class HalfstepCallback(Callback):
                 self._frequencies.append((config, config.frequency))
                 config.frequency = 1
 
-    def _due(self, config: Any, batches: int) -> bool:
+    def _is_due(self, config: Any, batches: int) -> bool:
         """Return whether a schedule that advances per step advances after this batch of the epoch."""
         if config.reduce_on_plateau:
             # A validation is news, even after a skip; the loss of a skipped step is not.
@@ -317,7 +317,7 @@ class HalfstepCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the module's own hooks and weights."""
-        self._put_back()
+        self._restore_hooks()
         self.on_train_end(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -386,9 +386,9 @@ class HalfstepCallback(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the weights that are trained, before anything is saved."""
         self._validated = True
-        self._put_back()
+        self._restore_hooks()
 
-    def _put_back(self) -> None:
+    def _restore_hooks(self) -> None:
         if self._averaged is not None:
             self._averaged.__exit__(None, None, None)
             self._averaged = None
@@ -398,20 +398,22 @@ def _check_supported(module: LightningModule, optimizers: list[Any], plugin: Hal
     """Raise WrongUse for everything that would update weights past the plugin, or undo it."""
     trainer = module.trainer
     if not module.automatic_optimization:
-        raise _unsupported("manual optimization", "automatic optimization", "stepper.step() in training_step")
+        raise _unsupported_error("manual optimization", "automatic optimization", "stepper.step() in training_step")
     if len(optimizers) > 1:
-        raise _unsupported("several optimizers", "one optimizer", "manual loops take halfstep.Stepper(optimizers=...)")
+        raise _unsupported_error(
+            "several optimizers", "one optimizer", "manual loops take halfstep.Stepper(optimizers=...)"
+        )
     if _overrides(module, "backward"):
-        raise _unsupported("LightningModule.backward overridden", "Lightning's own", "change the loss instead")
+        raise _unsupported_error("LightningModule.backward overridden", "Lightning's own", "change the loss instead")
     if _overrides(module, "optimizer_zero_grad"):
-        raise _unsupported(
+        raise _unsupported_error(
             "LightningModule.optimizer_zero_grad overridden",
             "Lightning's own: the Stepper clears the gradients of every window, to None",
             "remove it; Trainer(accumulate_grad_batches=...) to accumulate over batches",
         )
     _check_strategy(trainer.strategy)
     if plugin.callback not in trainer.callbacks:
-        raise _unsupported(
+        raise _unsupported_error(
             "Trainer(plugins=step) alone",
             "the plugin with its callback",
             "Trainer(plugins=step, callbacks=[step.callback])",
@@ -423,9 +425,9 @@ def _check_strategy(strategy: Any) -> None:
     # These derive from the two that are supported.
     others = (DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy)
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(strategy, others):
-        raise _unsupported(type(strategy).__name__, "one device, or strategy='ddp'", "halfstep's own trainer")
+        raise _unsupported_error(type(strategy).__name__, "one device, or strategy='ddp'", "halfstep's own trainer")
     if isinstance(strategy, DDPStrategy) and strategy._model_averaging_period is not None:
-        raise _unsupported(
+        raise _unsupported_error(
             f"DDPStrategy(model_averaging_period={strategy._model_averaging_period})",
             "gradients that are summed over ranks in every step",
             "DDPStrategy() without it, and without a post-local SGD hook",
@@ -438,14 +440,14 @@ def _overrides(module: LightningModule, hook: str) -> bool:
     return found
 
 
-def _unsupported(given: str, allowed: str, do: str) -> WrongUse:
+def _unsupported_error(given: str, allowed: str, do: str) -> WrongUse:
     return WrongUse(f"{given} under HalfstepPrecision", allowed=allowed, do=do)
 
 
 def clipping_of(limit: Any, algorithm: Any) -> Clipping:
     """Return Lightning's two settings as those of a Stepper; raise WrongUse for values that Lightning does not have."""
     if not (limit is None or isinstance(limit, (int, float))):
-        raise _unsupported(f"gradient_clip_val={limit!r}", "a number, or None", "gradient_clip_val=1.0")
+        raise _unsupported_error(f"gradient_clip_val={limit!r}", "a number, or None", "gradient_clip_val=1.0")
     kind = _algorithm(algorithm)
     # As in Lightning: without a positive value nothing is clipped.
     if limit is None or limit <= 0:
@@ -461,7 +463,7 @@ def _algorithm(given: Any) -> GradClipAlgorithmType:
     # A string where a script has written to the attribute of the Trainer; Lightning ignores its case.
     found = next((one for one in known if isinstance(given, str) and given.lower() == one.value), None)
     if found is None:
-        raise _unsupported(
+        raise _unsupported_error(
             f"gradient_clip_algorithm={given!r}",
             ", ".join(repr(one.value) for one in known),
             "gradient_clip_algorithm='norm'",
@@ -472,13 +474,13 @@ def _algorithm(given: Any) -> GradClipAlgorithmType:
 def _training_loss(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     """Run training_step without its log, and return its loss."""
     module: Any = unwrapped(model)
-    with _without_log(module), _with_metrics_kept(module):
+    with _disable_log(module), _keep_metrics(module):
         output = module.training_step(*inputs)
     return output["loss"] if isinstance(output, Mapping) else output
 
 
 @contextmanager
-def _without_log(module: Any) -> Iterator[None]:
+def _disable_log(module: Any) -> Iterator[None]:
     """Make `self.log` do nothing: a rerun must not be counted in metrics."""
     own = {name: vars(module).pop(name) for name in ("log", "log_dict") if name in vars(module)}
     module.log = module.log_dict = lambda *_, **__: None
@@ -491,11 +493,11 @@ def _without_log(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _with_metrics_kept(module: nn.Module) -> Iterator[None]:
+def _keep_metrics(module: nn.Module) -> Iterator[None]:
     """Leave the module's metrics as they are: a rerun must not be counted in them."""
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     # Their numbers rather than deep copies of the metrics: those crash Python 3.11's garbage collector here.
-    kept = [({name: _copied(state) for name, state in m.metric_state.items()}, m._update_count) for m in metrics]
+    kept = [({name: _copy_state(state) for name, state in m.metric_state.items()}, m._update_count) for m in metrics]
     try:
         yield
     finally:
@@ -505,5 +507,5 @@ def _with_metrics_kept(module: nn.Module) -> Iterator[None]:
             metric._update_count, metric._computed = count, None
 
 
-def _copied(state: Any) -> Any:
+def _copy_state(state: Any) -> Any:
     return state.detach().clone() if isinstance(state, Tensor) else list(state)

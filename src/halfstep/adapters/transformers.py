@@ -135,7 +135,7 @@ class HalfstepMixin(_Trainer):
             self.hosted = HostedStep(
                 model,
                 self.optimizer.optimizer,
-                precision=_asked(self.args),
+                precision=_requested_precision(self.args),
                 clipping=clipping,
                 **self._options,
             )
@@ -184,7 +184,7 @@ class HalfstepMixin(_Trainer):
         if self.hosted is not None:
             return self.hosted.stepper.choice
         if self._for_evaluation is None:
-            self._for_evaluation = choose_precision(_asked(self.args), device=self.args.device)
+            self._for_evaluation = choose_precision(_requested_precision(self.args), device=self.args.device)
         return self._for_evaluation
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
@@ -309,7 +309,7 @@ class _ClippedLater:
         return math.nan
 
 
-def _asked(arguments: Any) -> str:
+def _requested_precision(arguments: Any) -> str:
     if arguments.bf16 or arguments.fp16:
         return "bf16" if arguments.bf16 else "fp16"
     return "tf32" if arguments.tf32 else "fp32"

@@ -107,10 +107,10 @@ def from_json(content: Any, world_size: int) -> dict[str, ChunkedTensor]:
     if not isinstance(content, dict) or set(content) != {LAYOUTS, TENSORS}:
         raise ValueError("not a table of chunks")
     layouts = [tuple(_counts(ranks, world_size)) for ranks in content[LAYOUTS]]
-    return {name: _from_entry(name, entry, layouts) for name, entry in content[TENSORS].items()}
+    return {name: _read_entry(name, entry, layouts) for name, entry in content[TENSORS].items()}
 
 
-def _from_entry(name: str, entry: Any, layouts: list[tuple[int, ...]]) -> ChunkedTensor:
+def _read_entry(name: str, entry: Any, layouts: list[tuple[int, ...]]) -> ChunkedTensor:
     try:
         shape, dtype, dim, rows, layout = entry
         (dim, layout), (rows,) = _counts([dim, layout], 2**31), _counts([rows], 2**53)

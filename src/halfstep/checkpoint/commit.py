@@ -115,7 +115,7 @@ def commit(folder: Path, snapshot: RankSnapshot, *, keep: int | None, disk: Disk
     try:
         # Each decision is a barrier: no rank writes before the draft folder exists, and no manifest is written before
         # every file is on the disk, on every rank.
-        number = decided(party, lambda: _ready(snapshot), lambda attempts: _begin(folder, attempts, disk))
+        number = decided(party, lambda: _prepare_save(snapshot), lambda attempts: _begin(folder, attempts, disk))
         generation = named(folder, snapshot.attempt, number)
         decided(
             party,
@@ -142,7 +142,7 @@ def decided(party: RankGather, do: Callable[[], Any], conclude: Callable[[list[A
     """
     # Every exception is sent: a rank that raised here alone would leave the others waiting for it.
     own = json.dumps(_outcome(do))
-    decision = party.decide(own, lambda texts: json.dumps(_outcome(lambda: conclude(_all_done(texts)))))
+    decision = party.decide(own, lambda texts: json.dumps(_outcome(lambda: conclude(_gather_results(texts)))))
     return _done(json.loads(decision))
 
 
@@ -155,20 +155,25 @@ def _outcome(do: Callable[[], Any]) -> dict[str, object]:
             "failed": str(failure),
             "is_nonfinite": failure.is_nonfinite,
             "lacks_memory": failure.lacks_memory,
-            **({"folder_lost": _as_plain(lost)} if lost is not None else {}),
+            **({"folder_lost": _failure_as_dict(lost)} if lost is not None else {}),
         }
     except FolderLost as lost:
-        return {"failed": lost.given, "is_nonfinite": False, "lacks_memory": False, "folder_lost": _as_plain(lost)}
+        return {
+            "failed": lost.given,
+            "is_nonfinite": False,
+            "lacks_memory": False,
+            "folder_lost": _failure_as_dict(lost),
+        }
     except Exception as failure:
         words = getattr(failure, "strerror", None) or f"{type(failure).__name__}: {failure}"
         return {"failed": words, "is_nonfinite": False, "lacks_memory": is_out_of_memory(failure)}
 
 
-def _as_plain(lost: FolderLost) -> dict[str, object]:
+def _failure_as_dict(lost: FolderLost) -> dict[str, object]:
     return {"given": lost.given, "allowed": lost.allowed, "do": lost.do, "exit_code": lost.exit_code}
 
 
-def _all_done(texts: list[str]) -> list[Any]:
+def _gather_results(texts: list[str]) -> list[Any]:
     where = [f" (rank {rank})" if len(texts) > 1 else "" for rank in range(len(texts))]
     return [_done(json.loads(text), at) for text, at in zip(texts, where, strict=True)]
 
@@ -181,11 +186,11 @@ def _done(outcome: dict[str, Any], where: str = "") -> Any:
     return outcome["done"]
 
 
-def _ready(snapshot: RankSnapshot) -> int:
+def _prepare_save(snapshot: RankSnapshot) -> int:
     """Return the step that is saved."""
     if snapshot.failure:
         raise NotCommitted(snapshot.failure, lacks_memory=True)
-    _all_finite(snapshot)
+    _require_finite(snapshot)
     return snapshot.attempt
 
 
@@ -215,7 +220,7 @@ def _flush_the_way_to(folder: Path, disk: Disk) -> None:
             disk.flush_folder(path)
 
 
-def _all_finite(snapshot: RankSnapshot) -> None:
+def _require_finite(snapshot: RankSnapshot) -> None:
     """Raise NotCommitted if a tensor of the model has gone non-finite."""
     # Such a checkpoint could not be resumed from, and retention would remove a good one to make room for it.
     for name, tensor in snapshot.tensors.items():
@@ -376,11 +381,11 @@ class Saver:
         self._wait()
         copied = self._copied(snapshot)
         if self._thread is None:
-            saved = self._committed(copied, began)
+            saved = self._commit_snapshot(copied, began)
             self._done.append(replace(saved, blocked=saved.seconds))
             return
         blocked = time.perf_counter() - began
-        self._running.append(self._thread.submit(self._committed, copied, began, blocked))
+        self._running.append(self._thread.submit(self._commit_snapshot, copied, began, blocked))
 
     def results(self) -> list[SaveResult]:
         """Return the outcomes of saves that have ended since the last call, without waiting.
@@ -414,7 +419,7 @@ class Saver:
         self._done += [future.result() for future in self._running]
         self._running = []
 
-    def _committed(self, snapshot: RankSnapshot, began: float, blocked: float = 0.0) -> SaveResult:
+    def _commit_snapshot(self, snapshot: RankSnapshot, began: float, blocked: float = 0.0) -> SaveResult:
         generation, failure = None, None
         try:
             generation = commit(self._folder, snapshot, keep=self._keep, disk=self._disk, party=self._party)

@@ -31,12 +31,12 @@ def pack(tree: Any, name: str) -> tuple[Plain, dict[str, Tensor]]:
     Raises WrongUse for a value that a checkpoint cannot hold.
     """
     tensors: dict[str, Tensor] = {}
-    return _packed(tree, name, tensors, 0), tensors
+    return _pack(tree, name, tensors, 0), tensors
 
 
-def _packed(value: Any, name: str, tensors: dict[str, Tensor], depth: int) -> Plain:
+def _pack(value: Any, name: str, tensors: dict[str, Tensor], depth: int) -> Plain:
     if depth > DEEPEST:
-        raise _not_kept(f"{name[:200]} is nested more than {DEEPEST} levels deep")
+        raise _unsupported_error(f"{name[:200]} is nested more than {DEEPEST} levels deep")
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -48,12 +48,12 @@ def _packed(value: Any, name: str, tensors: dict[str, Tensor], depth: int) -> Pl
         return _mapping(value, name, tensors, depth + 1)
     # The exact types: a named tuple or a list subclass would come back as a plain one, which is a silent change.
     if type(value) in (list, tuple):
-        items = [_packed(item, f"{name}/{number}", tensors, depth + 1) for number, item in enumerate(value)]
+        items = [_pack(item, f"{name}/{number}", tensors, depth + 1) for number, item in enumerate(value)]
         return items if type(value) is list else {"$tuple": items}
-    raise _not_kept(f"{name} contains a {type(value).__name__}")
+    raise _unsupported_error(f"{name} contains a {type(value).__name__}")
 
 
-def _not_kept(given: str) -> WrongUse:
+def _unsupported_error(given: str) -> WrongUse:
     return WrongUse(
         f"{given}, which a checkpoint cannot store",
         allowed="tensors, numbers, strings, None, and dicts, lists and tuples of these",
@@ -63,7 +63,7 @@ def _not_kept(given: str) -> WrongUse:
 
 def _reference(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> Plain:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise _not_kept(f"{name} is a tensor without plain numbers ({tensor.layout}, {tensor.device})")
+        raise _unsupported_error(f"{name} is a tensor without plain numbers ({tensor.layout}, {tensor.device})")
     while name in tensors:
         # Two paths can have the same name: a key with a slash in it, or the int 1 and the string "1".
         name += "'"
@@ -86,7 +86,7 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tensor], depth: int) -> Plain:
-    packed = [(_key(key, name), _packed(inner, f"{name}/{key}", tensors, depth)) for key, inner in value.items()]
+    packed = [(_key(key, name), _pack(inner, f"{name}/{key}", tensors, depth)) for key, inner in value.items()]
     plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
     # JSON keys are strings: an int key, as in an optimizer's state, would come back as a string. A key with `$` would
     # be taken for a mark.
@@ -105,7 +105,7 @@ def unpack(plain: Plain, tensors: Mapping[str, Tensor], where: str) -> Any:
     Raises BadData if the JSON is not what `pack` writes, or if it names a tensor that does not exist.
     """
     try:
-        return _unpacked(plain, tensors, 0)
+        return _unpack(plain, tensors, 0)
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError, OverflowError) as error:
         # The JSON may be edited or damaged; these are the errors that arbitrary JSON can cause below.
         if isinstance(error, BadData):
@@ -117,28 +117,28 @@ def unpack(plain: Plain, tensors: Mapping[str, Tensor], where: str) -> Any:
         ) from error
 
 
-def _unpacked(plain: Plain, tensors: Mapping[str, Tensor], depth: int) -> Any:
+def _unpack(plain: Plain, tensors: Mapping[str, Tensor], depth: int) -> Any:
     if depth > DEEPEST:
         raise ValueError(f"more than {DEEPEST} levels")
     if isinstance(plain, list):
-        return [_unpacked(item, tensors, depth + 1) for item in plain]
+        return [_unpack(item, tensors, depth + 1) for item in plain]
     if not isinstance(plain, dict):
         return plain
     mark = next(iter(plain), "")
     if mark not in _MARKS:
-        return {key: _unpacked(inner, tensors, depth + 1) for key, inner in plain.items()}
-    return _marked(mark[1:], plain, tensors, depth + 1)
+        return {key: _unpack(inner, tensors, depth + 1) for key, inner in plain.items()}
+    return _unpack_marked(mark[1:], plain, tensors, depth + 1)
 
 
-def _marked(mark: str, plain: dict[str, Any], tensors: Mapping[str, Tensor], depth: int) -> Any:
+def _unpack_marked(mark: str, plain: dict[str, Any], tensors: Mapping[str, Tensor], depth: int) -> Any:
     content = plain[f"${mark}"]
     if mark == TENSOR:
         return _laid_out(tensors[content], plain.get(f"${STRIDES}"))
     if mark == NUMBER:
         return float(content)
     if mark == TUPLE:
-        return tuple(_unpacked(item, tensors, depth) for item in content)
-    return {_key(key, "a dict"): _unpacked(inner, tensors, depth) for key, inner in content}
+        return tuple(_unpack(item, tensors, depth) for item in content)
+    return {_key(key, "a dict"): _unpack(inner, tensors, depth) for key, inner in content}
 
 
 def _laid_out(tensor: Tensor, strides: list[int] | None) -> Tensor:

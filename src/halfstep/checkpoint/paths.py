@@ -48,27 +48,27 @@ def named(folder: Path, attempt: int, number: int) -> CheckpointDir:
 def generations(folder: Path) -> list[CheckpointDir]:
     """Return the committed generations, newest first; an empty list if the folder does not exist."""
     # By save number, not by step: after a rollback a newer save has a lower step.
-    return sorted(_matching(folder, ""), key=lambda one: one.number, reverse=True)
+    return sorted(_list_matching(folder, ""), key=lambda one: one.number, reverse=True)
 
 
 def following(folder: Path, attempt: int) -> CheckpointDir:
     """Return the next generation; its number is above all existing ones, including drafts and damaged ones."""
     # A reused name could mix files of two saves after a crash; with a new name per save that cannot happen.
-    taken = [one.number for suffix in ("", DRAFT, BAD) for one in _matching(folder, suffix)]
+    taken = [one.number for suffix in ("", DRAFT, BAD) for one in _list_matching(folder, suffix)]
     return named(folder, attempt, max(taken, default=0) + 1)
 
 
 def leftovers(folder: Path) -> list[Path]:
     """Return the drafts: saves that were not committed, and generations that were only partly removed."""
-    return [one.path for one in _matching(folder, DRAFT)]
+    return [one.path for one in _list_matching(folder, DRAFT)]
 
 
 def set_aside(folder: Path) -> list[Path]:
     """Return the checkpoints that were set aside and are no longer used."""
-    return sorted(one.path for one in _matching(folder, BAD))
+    return sorted(one.path for one in _list_matching(folder, BAD))
 
 
-def _matching(folder: Path, suffix: str) -> list[CheckpointDir]:
+def _list_matching(folder: Path, suffix: str) -> list[CheckpointDir]:
     try:
         entries = list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -165,7 +165,7 @@ MOST_ASIDE = 2
 def sweep_aside(folder: Path, disk: Disk) -> None:
     """Remove all but the newest few checkpoints that were set aside; only for the holder of the run's lock."""
     # By save number: steps repeat after a rollback.
-    newest_last = sorted(_matching(folder, BAD), key=lambda one: one.number)
+    newest_last = sorted(_list_matching(folder, BAD), key=lambda one: one.number)
     for one in newest_last[:-MOST_ASIDE]:
         with contextlib.suppress(OSError):
             # Rename first: if the removal is interrupted, the next sweep removes the rest.

@@ -60,19 +60,19 @@ def verified(generation: CheckpointDir, progress: Progress = lambda count: None)
         # Before the manifest is trusted: otherwise a foreign file that it does not list would never be inspected.
         refuse_strangers(generation.path)
     except OSError as error:
-        return CheckpointVerdict(generation, None, _in_words(error), is_passing(error))
+        return CheckpointVerdict(generation, None, _describe_error(error), is_passing(error))
     try:
         manifest = read_manifest(generation)
     except OtherForm:
         # Not a damaged checkpoint: setting it aside would lose the work of another version.
         raise
     except (OSError, ValueError) as error:
-        return CheckpointVerdict(generation, None, f"its manifest: {_in_words(error)}", is_passing(error))
+        return CheckpointVerdict(generation, None, f"its manifest: {_describe_error(error)}", is_passing(error))
     for sealed in manifest.files:
         try:
             problem = find_file_defect(generation.path, sealed)
         except OSError as error:
-            return CheckpointVerdict(generation, manifest, f"{sealed.name}: {_in_words(error)}", unread=True)
+            return CheckpointVerdict(generation, manifest, f"{sealed.name}: {_describe_error(error)}", unread=True)
         if problem is not None:
             return CheckpointVerdict(generation, manifest, problem)
         progress(sealed.size)
@@ -98,14 +98,14 @@ def newest_intact(folder: Path) -> tuple[CheckpointVerdict | None, list[Checkpoi
     try:
         found = generations(folder)
     except OSError as error:
-        raise _not_now(folder, _in_words(error)) from error
+        raise _unreadable_error(folder, _describe_error(error)) from error
     for generation in found:
         verdict = verified(generation)
         if verdict.problem is None:
             return verdict, damaged
         # An unreadable one may be intact. Falling back to an older one would discard its steps for a temporary failure.
         if verdict.unread:
-            raise _not_now(generation.path, verdict.problem)
+            raise _unreadable_error(generation.path, verdict.problem)
         damaged.append(verdict)
     # Never start over silently when there was a checkpoint once.
     if damaged:
@@ -123,7 +123,7 @@ def none_intact(folder: Path, lines: list[str]) -> NoCheckpoint:
     )
 
 
-def _not_now(path: Path, problem: str) -> StorageFailed:
+def _unreadable_error(path: Path, problem: str) -> StorageFailed:
     return StorageFailed(
         f"{path} cannot be read now: {problem}",
         allowed="a readable disk; whether the checkpoint is intact is unknown",
@@ -149,7 +149,7 @@ def read_plain(generation: CheckpointDir, rank: int) -> Any:
     try:
         return strict_json(read_bounded(path, LARGEST_JSON))
     except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged_error(path, error) from error
 
 
 def read_tensors(generation: CheckpointDir, rank: int, like: Like = lambda *_: None) -> dict[str, Tensor]:
@@ -180,7 +180,7 @@ def read_tensors(generation: CheckpointDir, rank: int, like: Like = lambda *_: N
         return found | targets
     except Exception as error:
         # A made-up file can cause any exception in the reader: TypeError, OverflowError, RuntimeError and others.
-        raise _damaged(path / tensors_of(rank), error) from error
+        raise _damaged_error(path / tensors_of(rank), error) from error
 
 
 def _read_whole(path: Path, chunks: Mapping[str, object], like: Like) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -207,16 +207,16 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def _damaged(path: Path, error: Exception) -> HalfstepError:
+def _damaged_error(path: Path, error: Exception) -> HalfstepError:
     if is_passing(error):
-        return _not_now(path.parent, f"{path.name}: {_in_words(error)}")
+        return _unreadable_error(path.parent, f"{path.name}: {_describe_error(error)}")
     run = path.parent.parent.parent
     return BadData(
-        f"{path} cannot be read: {_in_words(error)}",
+        f"{path} cannot be read: {_describe_error(error)}",
         allowed="a checkpoint written by halfstep",
         do=advice(f"halfstep verify {run}", f'halfstep.verify("{run}")'),
     )
 
 
-def _in_words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)[:200] or type(error).__name__

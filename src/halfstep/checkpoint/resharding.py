@@ -82,7 +82,7 @@ class ChunkReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy the parts of the plan into their tensors, file by file."""
-        for file, items in self._by_file(plan.items):
+        for file, items in self._group_by_file(plan.items):
             self.opened += 1
             check_header(self._folder / file)
             with safe_open(self._folder / file, "pt") as stored:
@@ -92,7 +92,7 @@ class ChunkReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _by_file(self, items: list[ReadItem]) -> Iterator[tuple[str, list[ReadItem]]]:
+    def _group_by_file(self, items: list[ReadItem]) -> Iterator[tuple[str, list[ReadItem]]]:
         found: dict[str, list[ReadItem]] = defaultdict(list)
         for item in items:
             found[self._files[item.storage_index]].append(item)

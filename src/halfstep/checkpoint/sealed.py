@@ -149,7 +149,7 @@ def find_file_defect(folder: Path, sealed: Sealed) -> str | None:
     """
     try:
         with open_regular(folder / sealed.name) as file:
-            size, sha256 = _measured(file, folder / sealed.name, sealed.size)
+            size, sha256 = _hash_file(file, folder / sealed.name, sealed.size)
     except OSError as error:
         if is_passing(error):
             raise
@@ -215,7 +215,7 @@ def check_header(path: Path) -> None:
             raise ValueError(f"a tensor with the shape {str(shape)[:80]}")
 
 
-def _measured(file: int, path: Path, expected: int) -> tuple[int, str]:
+def _hash_file(file: int, path: Path, expected: int) -> tuple[int, str]:
     """Return the size and the SHA-256 of a file.
 
     The digest is empty if the size is wrong, since hashing is then wasted.
@@ -335,14 +335,14 @@ def read_manifest(generation: CheckpointDir) -> Manifest:
         same_form(
             generation.path, FORMAT, content["format"], for_earlier=f"use the version that wrote it, or {begin_again()}"
         )
-    manifest = _checked(content)
+    manifest = _check_manifest(content)
     # The folder's name is not sealed. A renamed folder would otherwise resume at the wrong step.
     if manifest.attempt != generation.attempt:
         raise ValueError(f"the manifest of step {manifest.attempt}, in the folder of step {generation.attempt}")
     return manifest
 
 
-def _checked(content: dict[str, Any]) -> Manifest:
+def _check_manifest(content: dict[str, Any]) -> Manifest:
     if (
         set(content) - {"launch"} != _KEYS
         or content["format"] != FORMAT
@@ -350,7 +350,7 @@ def _checked(content: dict[str, Any]) -> Manifest:
     ):
         raise ValueError(f"not a manifest of form {FORMAT}")
     try:
-        files = tuple(_sealed(name, *entry) for name, entry in content["files"].items())
+        files = tuple(_make_seal(name, *entry) for name, entry in content["files"].items())
         attempt, world_size = _count(content["attempt"], 0), _count(content["world_size"], 1)
         chunks = from_json(content["chunks"], world_size)
     except (TypeError, AttributeError) as error:
@@ -368,7 +368,7 @@ def _checked(content: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _sealed(name: str, size: int, sha256: str) -> Sealed:
+def _make_seal(name: str, size: int, sha256: str) -> Sealed:
     # Names come from a file and become paths: anything but our own pattern, such as `../`, is refused.
     if not _NAME.fullmatch(name) or not _SHA256.fullmatch(sha256):
         raise ValueError(f"{name!r} is not a checkpoint file")

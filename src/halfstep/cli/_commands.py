@@ -72,16 +72,16 @@ class Commands(HelpWithoutValue, TyperGroup):
             sys.stderr.write("stopped\n")
             raise typer.Exit(INTERRUPTED) from None
         except (typer.Exit, typer.Abort):
-            raise  # both derive from RuntimeError, and `_explained` would load torch after every --help
+            raise  # both derive from RuntimeError, and `_explain_error` would load torch after every --help
         except (HalfstepError, ImportError, MemoryError, RuntimeError) as error:
-            explained = _explained(error)
+            explained = _explain_error(error)
             if explained is None or ctx.params["debug"]:
                 raise
             _print(explained)
             raise typer.Exit(explained.exit_code) from None
 
 
-def _explained(error: Exception) -> HalfstepError | None:
+def _explain_error(error: Exception) -> HalfstepError | None:
     """Return the error as a `HalfstepError`; None for a bug, which gets a traceback."""
     if isinstance(error, HalfstepError):
         return error
@@ -104,15 +104,15 @@ def _print(error: HalfstepError) -> None:
     whose = "" if rank == "0" else f"rank {rank}: "
     console = screen(stderr=True, soft_wrap=True)
     width = console.width if console.is_terminal else None
-    lines = [_folded(_indented(whose + error.given), width)]
+    lines = [_wrap_words(_indent_lines(whose + error.given), width)]
     if error.allowed:
-        lines.append(_folded(_indented(f"  allowed: {error.allowed}"), width))
+        lines.append(_wrap_words(_indent_lines(f"  allowed: {error.allowed}"), width))
     if error.do:
-        lines.append(_indented(f"  do: {error.do}"))  # never folded: it may contain a command to copy
+        lines.append(_indent_lines(f"  do: {error.do}"))  # never folded: it may contain a command to copy
     console.print(Text("\n".join(lines), style="red"))
 
 
-def _folded(text: str, width: int | None) -> str:
+def _wrap_words(text: str, width: int | None) -> str:
     """Wrap lines between words, where a terminal would break inside them."""
     if width is None:
         return text
@@ -120,7 +120,7 @@ def _folded(text: str, width: int | None) -> str:
     return "\n".join("\n".join(fold(line)) for line in text.split("\n"))
 
 
-def _indented(part: str) -> str:
+def _indent_lines(part: str) -> str:
     """Indent all lines but the first, so that a line break in a file name cannot imitate a line of halfstep's."""
     first, *others = printable(part).split("\n")
     return "\n".join([first, *(f"    {line.strip()}" for line in others)])

@@ -21,19 +21,19 @@ def recipes(incomplete: str) -> list[str]:
         return []
     names = [name for name in recipe_names() if name.startswith(incomplete)]
     return names + [
-        _written(path) for path in _below(incomplete) if path.suffix in (".yaml", ".yml") or _is_folder(path)
+        _path_text(path) for path in _list_below(incomplete) if path.suffix in (".yaml", ".yml") or _is_folder(path)
     ]
 
 
 def run_folders(incomplete: str) -> list[str]:
     """Return the folders of runs that start with the typed text, or the folders on the way to one."""
     # Nothing typed yet: the runs themselves, not the folder that holds them.
-    found = list(_below(incomplete or f"{RUNS}/")) or list(_below(incomplete))
+    found = list(_list_below(incomplete or f"{RUNS}/")) or list(_list_below(incomplete))
     runs = [path for path in found if (path / "recipe.yaml").is_file()]
-    return [str(path) for path in runs] or [_written(path) for path in found if _is_folder(path)]
+    return [str(path) for path in runs] or [_path_text(path) for path in found if _is_folder(path)]
 
 
-def _below(incomplete: str) -> Iterator[Path]:
+def _list_below(incomplete: str) -> Iterator[Path]:
     """Yield the entries of a folder whose names start with the typed text, without unprintable ones."""
     folder, _, name = incomplete.rpartition("/")
     place = Path(os.path.expanduser(f"{folder}/" if "/" in incomplete else "."))
@@ -51,5 +51,5 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.name.endswith(".egg-info")
 
 
-def _written(path: Path) -> str:
+def _path_text(path: Path) -> str:
     return f"{path}/" if path.is_dir() else str(path)

@@ -37,7 +37,7 @@ def show(failed: OutOfMemory, recipe: str, settings: Sequence[str]) -> None:
     # The traceback's frames keep the run's tensors alive; free them before estimating.
     traceback.clear_frames(failed.__traceback__)
     gc.collect()
-    found = _estimated(failed, recipe, settings) if failed.batch else None
+    found = _estimate_way_out(failed, recipe, settings) if failed.batch else None
     show_page(Page("out of memory", tuple(_remedy(failed, found))), console)
 
 
@@ -51,7 +51,7 @@ def _remedy(failed: OutOfMemory, found: WayOut | None) -> Iterator[Block]:
     yield Command(in_line(do), "  do: ")
 
 
-def _estimated(failed: OutOfMemory, recipe: str, settings: Sequence[str]) -> WayOut | None:
+def _estimate_way_out(failed: OutOfMemory, recipe: str, settings: Sequence[str]) -> WayOut | None:
     """Return the estimate; None for a user's own task, or where there is not even memory to estimate."""
     from halfstep.measure.memory import way_out
     from halfstep.measure.memory.devices import HERE, device_named

@@ -143,7 +143,7 @@ def draw_samples(finished: Finished, out: Path, *, samples: int, columns: int | 
     """
     from halfstep.draw.images import enlarged, grid, write_png
 
-    made = [enlarged(picture, LEAST) for picture in _made(finished, samples, seed)]
+    made = [enlarged(picture, LEAST) for picture in _draw_samples(finished, samples, seed)]
     if not made:
         raise BadData(
             f"{finished.folder}: it has no validation data that can be read",
@@ -157,7 +157,7 @@ def draw_samples(finished: Finished, out: Path, *, samples: int, columns: int | 
     return DrawnSamples(out, out / PICTURE, len(made), columns, seed, choice.precision.name, choice.device.name)
 
 
-def _made(finished: Finished, samples: int, seed: int) -> list[Picture]:
+def _draw_samples(finished: Finished, samples: int, seed: int) -> list[Picture]:
     from halfstep.train.environment import seed_all
     from halfstep.train.process_group import rng_preserved
     from halfstep.train.task import LeftOut
@@ -314,7 +314,7 @@ def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
     from halfstep.draw.images import write_gif, write_png
 
     row = dict(prediction.values)
-    for kind, picture in (("mask", prediction.mask), ("overlay", _labeled(prediction, name))):
+    for kind, picture in (("mask", prediction.mask), ("overlay", _add_legend(prediction, name))):
         if picture is not None:
             # Append to the full name, since a.jpg and a.tif may be in one folder.
             file = out / f"{kind}s" / (name if name.suffix == ".png" else name.with_name(f"{name.name}.png"))
@@ -327,7 +327,7 @@ def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
     return row
 
 
-def _labeled(prediction: Prediction, name: Path) -> Picture | None:
+def _add_legend(prediction: Prediction, name: Path) -> Picture | None:
     """Return the overlay with a legend of its colors; unchanged if there is none."""
     from halfstep.draw.sheet import PicturedSample, single_picture
 

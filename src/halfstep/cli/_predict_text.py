@@ -69,7 +69,7 @@ def continue_texts(
     from halfstep.train.environment import seed_all
     from halfstep.train.process_group import rng_preserved
 
-    given, unreadable = _given(where, prompts, samples)
+    given, unreadable = _read_prompts(where, prompts, samples)
     texts: list[WrittenText] = []
     with progress("writing", "texts") as on_progress, rng_preserved():
         # Once for all: texts without a prompt differ from each other.
@@ -86,7 +86,9 @@ def continue_texts(
     return WrittenTexts(out, seed, temperature, choice.precision.name, choice.device.name, texts, unreadable)
 
 
-def _given(where: Path | None, prompts: Sequence[str], samples: int) -> tuple[list[tuple[str, str]], list[LeftOutFile]]:
+def _read_prompts(
+    where: Path | None, prompts: Sequence[str], samples: int
+) -> tuple[list[tuple[str, str]], list[LeftOutFile]]:
     from halfstep.data.image_files import find_files
     from halfstep.data.tokenizing import SUFFIXES
 

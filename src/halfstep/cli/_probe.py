@@ -62,13 +62,13 @@ def answer(asked: StatusQuery) -> int:
         content = {**found._asdict(), "run": str(found.run), "max_age": asked.max_age, "ranks": ranks}
         text = json.dumps(content, indent=1)
     else:
-        text = _as_line(found)
+        text = _status_line(found)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
     return found.code
 
 
-def _as_line(found: RunLiveness) -> str:
+def _status_line(found: RunLiveness) -> str:
     code = f"exit code {found.code}"
     code = f" with {code}" if found.state == "ended" else f" ({code})" if found.code else ""
     why = f": {found.why}" if found.why not in ("", found.state) else ""

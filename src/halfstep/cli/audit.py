@@ -54,7 +54,7 @@ def run(
             found = audit(examined, precision=precision, device=device, progress=on_progress)
     except KeyboardInterrupt:  # torch was being imported or the case built: there is no report yet
         if json:
-            print_json(_nothing([recipe, *context.args], precision, device))
+            print_json(_empty_report([recipe, *context.args], precision, device))
         raise typer.Exit(INTERRUPTED) from None
     from halfstep.draw.terminal import show_page
     from halfstep.measure.audit.page import audit_page, formats_chart
@@ -71,7 +71,7 @@ def run(
         raise typer.Exit(GAVE_UP)
 
 
-def _nothing(words: list[str], precision: str | None, device: str | None) -> dict[str, object]:
+def _empty_report(words: list[str], precision: str | None, device: str | None) -> dict[str, object]:
     """Return the report of an audit that had not started: all keys, without torch."""
     asked = {"--precision": precision, "--device": device}
     again = [word for option, value in asked.items() if value is not None for word in (option, value)]

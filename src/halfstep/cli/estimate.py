@@ -120,7 +120,7 @@ def next_command(wanted: Subject, report: EstimateReport) -> str:
     typed = shlex.join([wanted.text, *wanted.settings])
     take = report.verdict.take
     if take is None:
-        return f"halfstep estimate {typed} --device {_large_enough(report)}"
+        return f"halfstep estimate {typed} --device {_suggest_size(report)}"
     if wanted.is_own_code:
         return f"halfstep plan {typed}"
     from halfstep.runs.resolve import with_changes
@@ -131,7 +131,7 @@ def next_command(wanted: Subject, report: EstimateReport) -> str:
     return shlex.join(["halfstep", "train", *with_changes(wanted.text, wanted.settings, *changes)])
 
 
-def _large_enough(report: EstimateReport) -> str:
+def _suggest_size(report: EstimateReport) -> str:
     """Return a size that the smallest configuration fits into; a guess where nothing was estimated."""
     for page in report.devices:
         peaks = [peak for row in page.largest for peak in (row.ledger.peak, *(lever.peak for lever in row.levers))]

@@ -49,7 +49,7 @@ def main() -> None:
         _answer_probe(sys.argv[1:])
         # First of all: one rank prints, also before torch is loaded.
         os.environ.update(slurm_ranks(os.environ))
-        with _leaving_at_once(sys.argv[1:2]), nothing_collected():
+        with _exit_on_interrupt(sys.argv[1:2]), nothing_collected():
             _show_activity(sys.argv[1:])
             application = build(sys.argv[1:2])
         application(prog_name="halfstep")
@@ -84,7 +84,7 @@ def _answer_probe(words: list[str]) -> None:
 
 
 @contextmanager
-def _leaving_at_once(command: list[str]) -> Iterator[None]:
+def _exit_on_interrupt(command: list[str]) -> Iterator[None]:
     """Let Ctrl-C end the process while modules are imported.
 
     A KeyboardInterrupt would be lost where it meets a callback of the import system, which cannot raise. `train` keeps

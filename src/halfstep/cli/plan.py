@@ -57,7 +57,7 @@ def run(
 
     Without a recipe it lists them and asks for one.
     """
-    given = subject(recipe if recipe is not None else _asked_recipe(json), context.args)
+    given = subject(recipe if recipe is not None else _ask_recipe(json), context.args)
     file = _file(given, write, yes)  # fails before anything is measured
     from halfstep.measure.plan.plan import plan
 
@@ -69,7 +69,7 @@ def run(
             print_json({"subject": given.text, "interrupted": True})
         screen(stderr=True).print("interrupted before anything was measured")
         raise typer.Exit(INTERRUPTED) from None
-    found = _fitted(given, found)
+    found = _limit_warmup(given, found)
     from halfstep.draw.terminal import show_page
     from halfstep.measure.plan.page import PlanCommand, next_blocks, plan_blocks
     from halfstep.page import Page
@@ -89,7 +89,7 @@ def run(
         except typer.Abort:  # Ctrl-C at the prompt means no
             left = True
         # The printed command must not name a file that exists.
-        command = replace(command, written=written, file=written or str(_free(file)))
+        command = replace(command, written=written, file=written or str(_free_path(file)))
     if json:
         print_json(found.as_dict() | json_data(command))
     else:
@@ -98,7 +98,7 @@ def run(
         raise typer.Exit(INTERRUPTED)
 
 
-def _asked_recipe(json: bool) -> str:
+def _ask_recipe(json: bool) -> str:
     """Return the recipe that the user chooses from the list; raise `WrongUse` where nobody can be asked."""
     asks = has_terminal() and not json
     if not json:
@@ -117,13 +117,13 @@ def _asked_recipe(json: bool) -> str:
     )
 
 
-def _fitted(given: Subject, found: Plan) -> Plan:
+def _limit_warmup(given: Subject, found: Plan) -> Plan:
     """Return the plan with its learning rate warm-up limited to a small part of the run."""
     if found.growth is None or given.is_own_code:
         return found
     from halfstep.measure.recipe_case import updates_of
 
-    return replace(found, growth=found.growth.within(updates_of(_changed(given, found))))
+    return replace(found, growth=found.growth.within(updates_of(_apply_plan(given, found))))
 
 
 def _file(given: Subject, write: Path | None, yes: bool) -> Path | None:
@@ -136,17 +136,17 @@ def _file(given: Subject, write: Path | None, yes: bool) -> Path | None:
                 do="leave it out",
             )
         return None
-    file = write or FOLDER / f"plan-{_resolved(given).label}.yaml"
+    file = write or FOLDER / f"plan-{_resolve_subject(given).label}.yaml"
     if file.suffix not in (".yaml", ".yml"):
         raise WrongUse(f"--write {file}", allowed="a name that ends in .yaml", do=f"--write {file}.yaml")
     _refuse_link(file)
     # With --yes nobody is asked, so nothing is replaced.
     if yes and file.exists():
-        raise FolderTaken(f"{file} already exists", allowed="a new file", do=f"give --write {_free(file)}")
+        raise FolderTaken(f"{file} already exists", allowed="a new file", do=f"give --write {_free_path(file)}")
     return file
 
 
-def _free(file: Path) -> Path:
+def _free_path(file: Path) -> Path:
     """Return this path, or the next numbered one that is free."""
     # A broken link does not exist, but writing would follow it.
     names = (file.with_stem(f"{file.stem}-{number}") for number in count(2))
@@ -188,20 +188,20 @@ def _text(given: Subject, found: Plan) -> str:
     if found.growth:
         about += f"# {found.growth.words}\n"
     # A carriage return in a name would end the YAML comment.
-    return about.replace("\r", " ") + to_yaml(_changed(given, found))
+    return about.replace("\r", " ") + to_yaml(_apply_plan(given, found))
 
 
-def _changed(given: Subject, plan: Plan) -> AnyRecipe:
+def _apply_plan(given: Subject, plan: Plan) -> AnyRecipe:
     """Return the recipe with the plan's changes."""
     from halfstep.recipe.resolve import apply
 
-    recipe = _resolved(given).recipe
+    recipe = _resolve_subject(given).recipe
     changed = apply(recipe.model_dump(), plan.changes.items())
     found: AnyRecipe = type(recipe).model_validate(changed)
     return found
 
 
-def _resolved(given: Subject) -> Resolved:
+def _resolve_subject(given: Subject) -> Resolved:
     from halfstep.recipe.sources import read_recipe
     from halfstep.runs.resolve import resolved_recipe
 

@@ -64,9 +64,9 @@ def run(
     elif script:
         _copy_script(recipe, more, json)
     elif action == "copy":
-        _copy(_needed(recipe, action), more, json)
+        _copy(_missing_argument(recipe, action), more, json)
     else:
-        _explain(_needed(recipe, action), more, json)
+        _explain(_missing_argument(recipe, action), more, json)
 
 
 def _recipe_or_action(word: str) -> str:
@@ -93,7 +93,7 @@ def _copy(recipe: str, to: str | None, json: bool) -> None:
     from halfstep.recipe.sources import recipe_text
 
     label, text = recipe_text(recipe)
-    target = _placed(to, f"{label}.yaml")
+    target = _target_path(to, f"{label}.yaml")
     _write_new(target, text, f"halfstep recipes copy {recipe} OTHER.yaml")
     _show_copied(target, f"halfstep train {shlex.quote(str(target) if '/' in str(target) else f'./{target}')}", json)
 
@@ -105,7 +105,7 @@ def _copy_script(name: str | None, to: str | None, json: bool) -> None:
     if name is None:
         raise WrongUse("copy which script?", allowed=names, do="halfstep recipes copy --script unet")
     file, text = script_text(name)
-    target = _placed(to, file)
+    target = _target_path(to, file)
     if not target.resolve().is_relative_to(Path.cwd().resolve()):
         raise Unsafe(
             f"{target} is outside of this folder",
@@ -121,7 +121,7 @@ def _show_copied(target: Path, following: str, json: bool) -> None:
     show_result({"copied": target}, Page("copied", (words,)), json)
 
 
-def _placed(to: str | None, name: str) -> Path:
+def _target_path(to: str | None, name: str) -> Path:
     """Return the path to write: under this name in a folder, or here where none is given."""
     target = Path(to or name)
     return target / name if target.is_dir() else target
@@ -199,7 +199,7 @@ def _is_meant(row: SettingRow, word: str) -> bool:
     return word in (row.key, row.key.partition(".")[0], *(name.lstrip("-") for name in row.flags))
 
 
-def _needed(recipe: str | None, action: str) -> str:
+def _missing_argument(recipe: str | None, action: str) -> str:
     if recipe is None:
         raise WrongUse(
             f"{action} which recipe?",

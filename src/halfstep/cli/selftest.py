@@ -67,7 +67,7 @@ def run(
     file = _file(json)
     from halfstep.selftest.run import selftest
 
-    with _ended_as_by_ctrl_c():
+    with _signals_as_ctrl_c():
         report = selftest(names, device=device, on_part=_show_part)
     if json == _STDOUT:
         print_json(report)
@@ -121,7 +121,7 @@ def _write(file: Path, report: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
+def _signals_as_ctrl_c() -> Iterator[None]:
     """Take SIGTERM and SIGHUP as Ctrl-C, so that processes and folders go with the command."""
     signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = {number: signal.signal(number, signal.default_int_handler) for number in signals}

@@ -57,14 +57,14 @@ def run(
     """
     if recipe.startswith("-"):
         raise WrongUse(
-            f"{recipe} instead of RECIPE", allowed="RECIPE first", do=_with_recipe_first([recipe, *context.args])
+            f"{recipe} instead of RECIPE", allowed="RECIPE first", do=_put_recipe_first([recipe, *context.args])
         )
     now = waiting(f"halfstep train {recipe}")
     now("reading the recipe")
     from halfstep.runs.resolve import accepted_changes, refuse_early
 
     accepted = accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
-    resolved, own, notes = _resolved(recipe, task, context.args, now)
+    resolved, own, notes = _resolve(recipe, task, context.args, now)
     if show:
         from halfstep.recipe.strict_yaml import to_yaml
 
@@ -79,7 +79,7 @@ def run(
     with Stopping(end_process) as stopping:
         options = {"task": own, "new": new, "quiet": json, "notes": notes, "accepted": accepted, "now": now}
         try:
-            result = _launched(resolved, stopping, options)
+            result = _launch_run(resolved, stopping, options)
         except (Stopped, Diverged) as ended:
             if json or isinstance(ended, NotBegun):
                 raise
@@ -98,7 +98,7 @@ def run(
 _CONFIG = ("--config", "--cfg", "--config-file", "--config_file")
 
 
-def _with_recipe_first(words: list[str]) -> str:
+def _put_recipe_first(words: list[str]) -> str:
     """Return the command with RECIPE first; other projects give a file as `--config FILE`."""
     flag, equals, value = words[0].partition("=")
     if flag in _CONFIG and (equals or len(words) > 1):
@@ -107,7 +107,7 @@ def _with_recipe_first(words: list[str]) -> str:
     return f"halfstep train RECIPE {words[0]}"
 
 
-def _resolved(recipe: str, task: Path | None, words: list[str], now: Now) -> tuple[Resolved, Any, list[str]]:
+def _resolve(recipe: str, task: Path | None, words: list[str], now: Now) -> tuple[Resolved, Any, list[str]]:
     """Return the complete recipe, the user's own task if any, and notes about it."""
     from halfstep.recipe.sources import read_recipe
     from halfstep.runs.registry import task_from_file
@@ -123,7 +123,7 @@ def _resolved(recipe: str, task: Path | None, words: list[str], now: Now) -> tup
     return resolved_recipe(found, words, schema=own.schema), own, notes
 
 
-def _launched(resolved: Resolved, stopping: Stopping, options: dict[str, Any]) -> Run:
+def _launch_run(resolved: Resolved, stopping: Stopping, options: dict[str, Any]) -> Run:
     with nothing_collected():
         from halfstep.runs.fit import launch
         from halfstep.train.watchdog import end_hung

@@ -51,7 +51,7 @@ class ChunkCache:
     def keep(self, name: str, content: bytes) -> None:
         """Add a chunk, and remove the oldest ones that it has no room with; raise StorageFailed if it has none."""
         try:
-            with self._alone() as lock:
+            with self._lock_cache() as lock:
                 noted = os.pread(lock, 20, 0)
                 used = int(noted) if noted.isdigit() else self.used()  # zeros after a power cut
                 if used + len(content) > self._most(used):
@@ -108,7 +108,7 @@ class ChunkCache:
         return found
 
     @contextmanager
-    def _alone(self) -> Iterator[int]:
+    def _lock_cache(self) -> Iterator[int]:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Never removed: with a second file of this name, two processes could write at once.
         handle = os.open(self.folder / f"size{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)

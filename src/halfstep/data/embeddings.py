@@ -33,9 +33,9 @@ class Embedded(WrappedSource):
         self._tensors: dict[str, Tensor] | None = None
         names = [self._named(index) for index in range(len(source))]
         # At once: a name that is missing would otherwise end the run hours later.
-        _all_apart(names)
-        _all_there(names, self._opened(), self.file)
-        _all_alike(names, self._opened(), self.file)
+        _require_unique_names(names)
+        _require_all_names(names, self._opened(), self.file)
+        _require_equal_shapes(names, self._opened(), self.file)
 
     def __getstate__(self) -> dict[str, object]:
         # A worker opens the file by itself, instead of being sent its whole content.
@@ -87,7 +87,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _all_apart(names: list[str]) -> None:
+def _require_unique_names(names: list[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise BadData(
@@ -97,7 +97,7 @@ def _all_apart(names: list[str]) -> None:
         )
 
 
-def _all_there(names: list[str], tensors: Mapping[str, Tensor], file: Path) -> None:
+def _require_all_names(names: list[str], tensors: Mapping[str, Tensor], file: Path) -> None:
     missing = [name for name in names if name not in tensors]
     if missing:
         has = next(iter(tensors), None)
@@ -108,7 +108,7 @@ def _all_there(names: list[str], tensors: Mapping[str, Tensor], file: Path) -> N
         )
 
 
-def _all_alike(names: list[str], tensors: Mapping[str, Tensor], file: Path) -> None:
+def _require_equal_shapes(names: list[str], tensors: Mapping[str, Tensor], file: Path) -> None:
     for name in names:
         tensor, first = tensors[name], tensors[names[0]]
         sound = tensor.is_floating_point() and 1 <= tensor.ndim <= 2 and tensor.numel() > 0

@@ -78,7 +78,7 @@ class SourcePrint:
 
     def by_group(self) -> tuple[str, ...]:
         """Return a digest for each group."""
-        return _grouped(self.rows) if self.rows is not None else self.groups or ()
+        return _digest_groups(self.rows) if self.rows is not None else self.groups or ()
 
     def check_sums(self) -> None:
         """Raise ValueError if the count, the size or the digest is not that of the rows or groups."""
@@ -150,7 +150,7 @@ def fingerprint(*sources: Source) -> Fingerprint:
     """
     contents: dict[tuple[str, bool], str] = {}
     seals = [seal_of(source) for source in sources]
-    parts = (_sealed(s, len(o)) if s else _part_of(o, contents) for s, o in zip(seals, sources, strict=True))
+    parts = (_print_of_seal(s, len(o)) if s else _part_of(o, contents) for s, o in zip(seals, sources, strict=True))
     return Fingerprint(tuple(parts), sources)
 
 
@@ -160,7 +160,7 @@ def fingerprint_of_files(*sources: Source) -> Fingerprint:
     return Fingerprint(tuple(_part_of(source, contents) for source in sources), sources)
 
 
-def _sealed(seal: Seal, samples: int) -> SourcePrint:
+def _print_of_seal(seal: Seal, samples: int) -> SourcePrint:
     index = seal.shards.index
     sizes = index.table["bytes"].tolist()
     rows = None
@@ -181,7 +181,7 @@ def _sealed(seal: Seal, samples: int) -> SourcePrint:
 
 
 def _part_of(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePrint:
-    keys = _below(keys_of(source, range(min(len(source), MOST_KEYS))))
+    keys = _relative_paths(keys_of(source, range(min(len(source), MOST_KEYS))))
     order = _digest(f"{len(key)}:{key}" for key in keys)
     # A shard is the file of all its samples, and counts once.
     found = dict.fromkeys((key, os.fspath(path)) for key, path in every_file(source))
@@ -190,7 +190,7 @@ def _part_of(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePri
     if found:
         rows, whole = _rows(list(found), contents)
     rows.sort()
-    groups = _grouped(rows)
+    groups = _digest_groups(rows)
     few = len(rows) <= MOST_ROWS and sum(len(json.dumps(_text(row))) for row in rows) <= MOST_ROW_TEXT
     return SourcePrint(
         samples=len(source),
@@ -241,7 +241,7 @@ def _content(path: str, starts: Iterable[int]) -> str:
         return UNREADABLE
 
 
-def _below(keys: list[str]) -> list[str]:
+def _relative_paths(keys: list[str]) -> list[str]:
     """Return absolute paths relative to their common folder, so that a source without keys may be moved too."""
     if not keys or not all(map(os.path.isabs, keys)):
         return keys
@@ -252,7 +252,7 @@ def _below(keys: list[str]) -> list[str]:
     return [os.path.relpath(key, root).replace(os.sep, "/") for key in keys]
 
 
-def _grouped(rows: Iterable[FilePrint]) -> tuple[str, ...]:
+def _digest_groups(rows: Iterable[FilePrint]) -> tuple[str, ...]:
     """Return a digest for each group of sorted rows; the name of a row decides its group."""
     groups = [sha256() for _ in range(GROUPS)]
     for row in rows:
@@ -297,11 +297,11 @@ def different(saved: Fingerprint, now: Fingerprint, names: Sequence[str] = _NAME
         start = f"{name}: " if len(now.parts) > 1 else ""
         lines += [start + line for line in _changes(before, after)]
         if now.sources and before.of == after.of == "shard" and before.digest != after.digest:
-            lines += [start + line for line in _changed_samples(before, now.sources[number])]
+            lines += [start + line for line in _find_changed_samples(before, now.sources[number])]
     return lines[:MOST_LINES]
 
 
-def _changed_samples(saved: SourcePrint, source: Source) -> list[str]:
+def _find_changed_samples(saved: SourcePrint, source: Source) -> list[str]:
     """Return which samples changed, where the index that the run began with is still there."""
     from halfstep.data.shard_check import sample_changes  # here, because shards build on fingerprinted sources
     from halfstep.data.shard_index import index_with_seal
@@ -337,30 +337,32 @@ def _row_changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
     # A Counter, not a set: a user's source may give a name twice.
     gone = Counter(saved.rows) - Counter(now.rows)
     came = Counter(now.rows) - Counter(saved.rows)
-    before, after = _by_key(gone), _by_key(came)
+    before, after = _rows_by_key(gone), _rows_by_key(came)
     both = [(before.pop(key), after.pop(key)) for key in sorted(before.keys() & after.keys())]
-    changed = [pair for pair in both if _told_apart(*pair, saved.whole == now.whole)]
-    renamed = _renamed(before, after)
+    changed = [pair for pair in both if _rows_differ(*pair, saved.whole == now.whole)]
+    renamed = _pop_renamed(before, after)
     return [
-        *_line(now.of, "renamed", [f"{_shown(old)} -> {_shown(new)}" for old, new in renamed]),
-        *_line(now.of, "added", map(_shown, after)),
-        *_line(now.of, "removed", map(_shown, before)),
-        *_line(now.of, "changed", [f"{_shown(old.key)} ({_how(old, new)})" for old, new in changed]),
+        *_line(now.of, "renamed", [f"{_printable_name(old)} -> {_printable_name(new)}" for old, new in renamed]),
+        *_line(now.of, "added", map(_printable_name, after)),
+        *_line(now.of, "removed", map(_printable_name, before)),
+        *_line(
+            now.of, "changed", [f"{_printable_name(old.key)} ({_describe_change(old, new)})" for old, new in changed]
+        ),
     ]
 
 
-def _by_key(rows: Iterable[FilePrint]) -> dict[str, FilePrint]:
+def _rows_by_key(rows: Iterable[FilePrint]) -> dict[str, FilePrint]:
     return {row.key: row for row in sorted(rows)}
 
 
-def _told_apart(old: FilePrint, new: FilePrint, same_reading: bool) -> bool:
+def _rows_differ(old: FilePrint, new: FilePrint, same_reading: bool) -> bool:
     """Return whether two rows differ; contents count only where both were read in the same way."""
     if old.size != new.size or UNREADABLE in (old.content, new.content):
         return True
     return same_reading and NOT_READ not in (old.content, new.content)
 
 
-def _renamed(before: dict[str, FilePrint], after: dict[str, FilePrint]) -> list[tuple[str, str]]:
+def _pop_renamed(before: dict[str, FilePrint], after: dict[str, FilePrint]) -> list[tuple[str, str]]:
     """Return files that appeared with the content of one that disappeared, and remove them from both."""
     gone: dict[tuple[int, str], list[str]] = {}
     for key, row in reversed(before.items()):
@@ -374,7 +376,7 @@ def _renamed(before: dict[str, FilePrint], after: dict[str, FilePrint]) -> list[
     return pairs
 
 
-def _how(old: FilePrint, new: FilePrint) -> str:
+def _describe_change(old: FilePrint, new: FilePrint) -> str:
     if UNREADABLE in (old.content, new.content):
         return "cannot be read now" if new.content == UNREADABLE else "could not be read before"
     if old.size != new.size:
@@ -405,7 +407,7 @@ def _line(thing: str, what: str, examples: Iterable[str]) -> list[str]:
     return [f"{several(len(listed), thing)} {what}{between} {listed[0]}"]
 
 
-def _shown(key: str) -> str:
+def _printable_name(key: str) -> str:
     """Return a name that is safe to print and not too long."""
     safe = key if key.isprintable() else repr(key)
     return safe if len(safe) <= LONGEST_NAME else f"...{safe[3 - LONGEST_NAME :]}"

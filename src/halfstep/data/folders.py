@@ -174,7 +174,7 @@ def paired(images: Path, partners: Path, rule: str, ending: str) -> list[tuple[s
 
     A partner's name may have the suffix `ending`.
     """
-    pictures, others = _by_stem(images, "", rule), _by_stem(partners, ending, rule)
+    pictures, others = _group_by_stem(images, "", rule), _group_by_stem(partners, ending, rule)
     if not pictures:
         raise BadData(f"{images} contains no image", allowed=rule, do="check data.path")
     lonely = [str(images / path) for stem, path in pictures.items() if stem not in others]
@@ -194,7 +194,7 @@ def first_of(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _by_stem(folder: Path, ending: str, rule: str) -> dict[str, str]:
+def _group_by_stem(folder: Path, ending: str, rule: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in image_files(folder):
         stem = os.path.splitext(path)[0].removesuffix(ending)
@@ -222,7 +222,7 @@ class ImagePairs(Paired):
         """Read a pair; raise BadSample if it cannot be read, BadData where the aspect ratios differ."""
         image = read_image(self.places(index)[0], self.channels)
         rest = self.without_image(index)
-        _same_form(image.shape[-2:], rest["condition"].shape[-2:], self.name(index))
+        _require_same_aspect(image.shape[-2:], rest["condition"].shape[-2:], self.name(index))
         return {"image": image, **rest}
 
     def without_image(self, index: int) -> Sample:
@@ -230,7 +230,7 @@ class ImagePairs(Paired):
         return {"condition": read_image(self.places(index)[1], self.condition_channels)}
 
 
-def _same_form(image: tuple[int, ...], condition: tuple[int, ...], name: str) -> None:
+def _require_same_aspect(image: tuple[int, ...], condition: tuple[int, ...], name: str) -> None:
     """Raise BadData where aspect ratios differ by more than the rounding of one pixel."""
     (high, wide), (other_high, other_wide) = image, condition
     # Cross-multiplied: exact in integers, and one pixel of rounding changes it by at most a side.

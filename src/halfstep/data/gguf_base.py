@@ -62,10 +62,10 @@ def convert_gguf(file: Path, out: Path) -> ConvertedBase:
         raise BadData(f"{file} is not a GGUF file", allowed="a file that starts with GGUF", do="check the path")
     require("transformers", "gguf")
     with without_bars():
-        return _converted(file, out)
+        return _convert(file, out)
 
 
-def _converted(file: Path, out: Path) -> ConvertedBase:
+def _convert(file: Path, out: Path) -> ConvertedBase:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -74,7 +74,7 @@ def divided(index: ShardIndex, share: float, exact_place: Callable[[int], float]
     kept.append(cache_folder() / "shards" / f"{index.seal[:32]}.{name}")
     bits = next((found for path in kept if (found := _read(path, index, share)) is not None), None)
     if bits is None:
-        bits = _chosen(index, share, exact_place)
+        bits = _select_held_out(index, share, exact_place)
         for path in kept:
             with suppress(OSError):
                 with renaming(path) as draft:
@@ -88,7 +88,7 @@ def divided(index: ShardIndex, share: float, exact_place: Callable[[int], float]
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1).astype(np.uint16)
 
 
-def _chosen(index: ShardIndex, share: float, exact_place: Callable[[int], float]) -> np.ndarray[Any, Any]:
+def _select_held_out(index: ShardIndex, share: float, exact_place: Callable[[int], float]) -> np.ndarray[Any, Any]:
     bits = np.zeros(-(-len(index) // EVERY) * EVERY // 8, np.uint8)
     threshold, count = int(share * 2**32), 0
     for shard in range(len(index.names)):

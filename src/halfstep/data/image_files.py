@@ -50,17 +50,17 @@ def find_files(root: Path, suffixes: tuple[str, ...], under: str = "") -> list[s
 def folders(root: Path) -> list[str]:
     """Return the sorted names of the folders in `root`, without hidden ones."""
     boundary = os.path.realpath(root)
-    with _scanned(root) as entries:
-        return sorted(e.name for e in entries if not e.name.startswith(".") and _inside(e, boundary) and e.is_dir())
+    with _scan_folder(root) as entries:
+        return sorted(e.name for e in entries if not e.name.startswith(".") and _is_inside(e, boundary) and e.is_dir())
 
 
 def _walk(root: Path, under: str, boundary: str, depth: int) -> list[str]:
     if depth > DEEPEST:
         raise BadData(f"{root / under} is {depth} folders deep", allowed=f"at most {DEEPEST}", do="check for loops")
     found = []
-    with _scanned(root / under) as entries:
+    with _scan_folder(root / under) as entries:
         for entry in entries:
-            if entry.name.startswith(".") or not _inside(entry, boundary):
+            if entry.name.startswith(".") or not _is_inside(entry, boundary):
                 continue
             path = os.path.join(under, entry.name)
             if entry.is_dir():
@@ -71,7 +71,7 @@ def _walk(root: Path, under: str, boundary: str, depth: int) -> list[str]:
 
 
 @contextmanager
-def _scanned(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+def _scan_folder(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
     try:
         with os.scandir(folder) as entries:
             yield entries
@@ -83,7 +83,7 @@ def _scanned(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
         ) from None
 
 
-def _inside(entry: os.DirEntry[str], boundary: str) -> bool:
+def _is_inside(entry: os.DirEntry[str], boundary: str) -> bool:
     """Return True, or raise Unsafe for a link that leads out of the folder. Only links need a system call."""
     if entry.is_symlink():
         target = os.path.realpath(entry.path)

@@ -46,8 +46,8 @@ def from_pillow(image: Image.Image, channels: int = 3) -> Tensor:
 
 
 def _read(image: Image.Image, channels: int) -> Tensor:
-    _bounded(image, channels)
-    return _upright(_tensor(image, channels), image)
+    _require_bounded(image, channels)
+    return _apply_orientation(_tensor(image, channels), image)
 
 
 def scaled(image: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def resized(image: Tensor, size: tuple[int, int]) -> Tensor:
     return torch.from_numpy(np.stack(small)).to(image.device)
 
 
-def _bounded(image: Image.Image, channels: int) -> None:
+def _require_bounded(image: Image.Image, channels: int) -> None:
     pages = channels if channels > 4 else 1
     if image.width * image.height * pages > MOST_PIXELS:
         raise Unreadable(f"{image.width} × {image.height} pixels, more than {MOST_PIXELS:,}")
@@ -81,10 +81,10 @@ def _tensor(image: Image.Image, channels: int) -> Tensor:
         return _pages(image, channels)
     if channels not in _MODES:
         raise Unreadable(f"one page of kind {image.mode}, but {channels} channels need a TIFF of as many pages")
-    return _one_page(image, channels)
+    return _read_one_page(image, channels)
 
 
-def _one_page(image: Image.Image, channels: int) -> Tensor:
+def _read_one_page(image: Image.Image, channels: int) -> Tensor:
     if image.mode in _WIDE:
         gray = _plane(image)
         opaque = 1.0 if gray.dtype.is_floating_point else torch.iinfo(gray.dtype).max
@@ -140,7 +140,7 @@ def _plane(image: Image.Image) -> Tensor:
     return torch.from_numpy(array if image.mode == "L" else array.astype(np.float32))
 
 
-def _upright(tensor: Tensor, image: Image.Image) -> Tensor:
+def _apply_orientation(tensor: Tensor, image: Image.Image) -> Tensor:
     """Apply the EXIF orientation, 1 to 8, as flips of the pixels."""
     turned = orientation(image)
     if turned not in range(2, 9):
@@ -185,7 +185,7 @@ def mask_of(file: str | Path | bytes, mask_classes: MaskClasses, name: str) -> T
     the recipe, which no replacement sample can fix.
     """
     with opened(file, name) as image:
-        _bounded(image, 1)
+        _require_bounded(image, 1)
         values = values_in(image, mask_classes.palette is not None)
     if mask_classes.palette is not None:
         numbers = _classes_from_colors(values, mask_classes.palette, name)
@@ -232,11 +232,11 @@ def _classes_from_values(values: Numbers, mask_classes: MaskClasses, name: str) 
         return np.equal(values, 255).astype(np.int64)
     wrong = [v for v in present.tolist() if not 0 <= v < mask_classes.classes and v != mask_classes.ignore_index]
     if wrong:
-        raise _outside(wrong, mask_classes, name)
+        raise _unknown_value_error(wrong, mask_classes, name)
     return values.astype(np.int64)
 
 
-def _outside(wrong: list[Any], mask_classes: MaskClasses, name: str) -> BadData:
+def _unknown_value_error(wrong: list[Any], mask_classes: MaskClasses, name: str) -> BadData:
     classes, ignored = mask_classes.classes, mask_classes.ignore_index
     allowed = f"0 to {classes - 1}"
     allowed += ", or a mask of 0 and 255 alone" if classes <= 2 and ignored != 255 else ""
@@ -265,13 +265,13 @@ def as_read(image: Any, channels: int) -> Tensor:
     if isinstance(image, Image.Image):
         return from_pillow(image, channels)
     if isinstance(image, np.ndarray):
-        return _checked(_from_array(image), channels, image)
+        return _check_pixels(_array_to_tensor(image), channels, image)
     if isinstance(image, Tensor):
-        return _checked(image[None] if image.ndim == 2 else image, channels, image)
+        return _check_pixels(image[None] if image.ndim == 2 else image, channels, image)
     raise BadData(f"a {type(image).__name__} for an image", allowed=ALLOWED, do="give the path of a file")
 
 
-def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
+def _array_to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
     """Return a tensor with channels first; Pillow, OpenCV and imageio have rows and columns first."""
     if array.dtype.kind == "f":
         array = array.astype(np.float32)
@@ -280,7 +280,7 @@ def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(array, -1, 0))) if array.ndim == 3 else torch.empty(0)
 
 
-def _checked(pixels: Tensor, channels: int, given: Any) -> Tensor:
+def _check_pixels(pixels: Tensor, channels: int, given: Any) -> Tensor:
     shape = " × ".join(map(str, given.shape))
     wanted = f"channels × height × width with {channels} channels"
     wanted = wanted if isinstance(given, Tensor) else f"height × width × channels with {channels} channels"

@@ -194,7 +194,7 @@ def find_layout(root: str | Path, task: str | None = None, masks: str | Path | N
         return Layout(
             SEGMENTATION, folder, {name: SplitFolder(p / "images", p / "masks") for name, p in places.items()}
         )
-    looks_like_pairs = _named(folder, _IMAGES) is not None and _named(folder, _MASKS) is not None
+    looks_like_pairs = _find_name(folder, _IMAGES) is not None and _find_name(folder, _MASKS) is not None
     if task != SEGMENTATION and not looks_like_pairs:
         # Classes are folders of images.
         found = {
@@ -204,14 +204,14 @@ def find_layout(root: str | Path, task: str | None = None, masks: str | Path | N
         }
         if TRAIN in found or ALL in found:
             return Layout(CLASSIFICATION, folder, found)
-    raise _unrecognized(folder, task)
+    raise _unrecognized_error(folder, task)
 
 
-def _unrecognized(folder: Path, task: str | None) -> BadData:
+def _unrecognized_error(folder: Path, task: str | None) -> BadData:
     wanted = "images/ and masks/ with one mask for each image" if task != CLASSIFICATION else ""
     classes = "a folder for each class, with images in it" if task != SEGMENTATION else ""
     allowed = f"{folder}/ with {', or '.join(filter(None, (wanted, classes)))}; or the same in train/ and val/"
-    images, masks = _named(folder, _IMAGES), _named(folder, _MASKS)
+    images, masks = _find_name(folder, _IMAGES), _find_name(folder, _MASKS)
     if task != CLASSIFICATION and images and masks:
         given = f"{folder} contains {images} and {masks}, not images and masks"
         return BadData(given, allowed=allowed, do=f"give --data_dir {folder / images} --masks {folder / masks}")
@@ -228,7 +228,7 @@ def _unrecognized(folder: Path, task: str | None) -> BadData:
     return BadData(f"{folder} contains {found}", allowed=allowed, do=do)
 
 
-def _named(folder: Path, names: Iterable[str]) -> str | None:
+def _find_name(folder: Path, names: Iterable[str]) -> str | None:
     found = {name.lower(): name for name in _folders(folder)}
     return next((found[name] for name in names if name in found), None)
 

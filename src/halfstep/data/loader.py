@@ -210,7 +210,7 @@ def _read(
     given = SentKeys(keys)
     while not given.are_back():
         try:
-            for read in _by_workers(samples, given, collate_fn, how):
+            for read in _read_with_workers(samples, given, collate_fn, how):
                 if isinstance(read, HalfstepError):
                     raise read
                 yield read
@@ -220,7 +220,7 @@ def _read(
             given = given.unread()
 
 
-def _by_workers(
+def _read_with_workers(
     samples: Samples | ValSamples, given: SentKeys, collate_fn: SeededCollate, how: LoaderOptions
 ) -> Iterator[Read]:
     try:
@@ -249,10 +249,10 @@ def _by_workers(
         how.while_waiting()
         deadline.look()
 
-    yield from _while_workers_live(from_workers(loader, given, worker, wait))
+    yield from _require_live_workers(from_workers(loader, given, worker, wait))
 
 
-def _while_workers_live(batches: Iterator[Read]) -> Iterator[Read]:
+def _require_live_workers(batches: Iterator[Read]) -> Iterator[Read]:
     try:
         yield from batches
     except (RuntimeError, OSError) as error:

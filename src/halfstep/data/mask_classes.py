@@ -54,12 +54,12 @@ def counts_in(image: Any) -> MaskCounts:
     if values.ndim == 3 and (values[..., 0] == values[..., 1]).all() and (values[..., 0] == values[..., 2]).all():
         values = values[..., 0]
     if values.ndim == 2:
-        return MaskCounts(_counted(values), is_indexed=image.mode == "P")
+        return MaskCounts(_count_values(values), is_indexed=image.mode == "P")
     wide = values.astype(np.int32)
-    return MaskCounts(_counted((wide[..., 0] << 16) + (wide[..., 1] << 8) + wide[..., 2]), in_color=True)
+    return MaskCounts(_count_values((wide[..., 0] << 16) + (wide[..., 1] << 8) + wide[..., 2]), in_color=True)
 
 
-def _counted(values: Numbers) -> dict[int, int]:
+def _count_values(values: Numbers) -> dict[int, int]:
     # For uint8, counting is faster than the sort in np.unique.
     if values.dtype == np.uint8:
         pixels: Any = np.bincount(values.ravel(), minlength=256)
@@ -106,33 +106,33 @@ def read_masks_as(masks: Sequence[MaskCounts], classes: int | None = None) -> Ma
     alike = [mask for mask in masks if mask.form == usual]
     if usual == "black and white":
         if (classes or 2) != 2:
-            return _numbered(classes)
+            return _reading_of_numbers(classes)
         ones = sum(not mask.in_color and 1 in mask.pixels and set(mask.pixels) <= {0, 1} for mask in masks)
         white = f"255 (in {ones} masks 1)" if ones else "255"
         return MaskReading(2, f"0 is the background, {white} the foreground")
     if usual == "numbers":
-        return _from_numbers(alike, classes)
+        return _read_numbers(alike, classes)
     if usual == "colours":
-        return _from_colors(masks)
+        return _read_colors(masks)
     return MaskReading(classes or 2, "shades between classes, which belong to none")
 
 
-def _from_numbers(masks: Sequence[MaskCounts], classes: int | None) -> MaskReading:
+def _read_numbers(masks: Sequence[MaskCounts], classes: int | None) -> MaskReading:
     present, common = _present(masks)
     ignored = NO_CLASS if NO_CLASS in common and (classes or 0) <= NO_CLASS else None
     if classes is not None:
-        return _numbered(classes, ignored)
+        return _reading_of_numbers(classes, ignored)
     numbers = sorted(value for value in common if value != ignored)
     count = max(numbers, default=0) + 1
     # A rare class counts where no number below it is missing; a single distant value is a mistake in its mask.
     count += len(list(takewhile(lambda value: value in present, range(count, NO_CLASS))))
     # Sparse values such as 0, 85, 170 are grays for display, not class numbers; palette indices are always numbers.
     if count <= max(2 * len(numbers) + 2, 4) or any(mask.is_indexed for mask in masks):
-        return _numbered(max(count, 2), ignored)
+        return _reading_of_numbers(max(count, 2), ignored)
     palette = tuple((value, value, value) for value in sorted(common))
     if len(palette) < 2:
         return MaskReading(2, f"nothing but {palette[0][0]}")
-    return MaskReading(len(palette), _listed("grays", [c[0] for c in palette]), palette=palette)
+    return MaskReading(len(palette), _list_values("grays", [c[0] for c in palette]), palette=palette)
 
 
 def _present(masks: Iterable[MaskCounts]) -> tuple[set[int], set[int]]:
@@ -144,14 +144,14 @@ def _present(masks: Iterable[MaskCounts]) -> tuple[set[int], set[int]]:
     return set(found), {value for value, times in found.items() if times > few}
 
 
-def _numbered(count: int | None, ignored: int | None = None) -> MaskReading:
+def _reading_of_numbers(count: int | None, ignored: int | None = None) -> MaskReading:
     classes = count or 2
     words = f"class numbers, 0 to {classes - 1}"
     words += f"; {ignored} belongs to no class" if ignored is not None else ""
     return MaskReading(classes, words, ignore_index=ignored)
 
 
-def _from_colors(masks: Sequence[MaskCounts]) -> MaskReading:
+def _read_colors(masks: Sequence[MaskCounts]) -> MaskReading:
     counts: Counter[Color] = Counter()
     for mask in masks:
         if mask.form in ("colours", ""):
@@ -162,10 +162,10 @@ def _from_colors(masks: Sequence[MaskCounts]) -> MaskReading:
     # Class 0 is the background by convention: black, or else the most frequent color.
     background = (0, 0, 0) if (0, 0, 0) in counts else counts.most_common(1)[0][0]
     palette = (background, *sorted(color for color in counts if color != background))
-    return MaskReading(len(palette), _listed("colours", [list(c) for c in palette]), palette=palette)
+    return MaskReading(len(palette), _list_values("colours", [list(c) for c in palette]), palette=palette)
 
 
-def _listed(kind: str, values: Sequence[Any]) -> str:
+def _list_values(kind: str, values: Sequence[Any]) -> str:
     first = ", ".join(f"{value} is class {number}" for number, value in enumerate(values[:4]))
     return f"{kind}: {first}{f' and {len(values) - 4} more' if len(values) > 4 else ''}"
 

@@ -65,10 +65,10 @@ class MoviShards:
 
     def __init__(self, root: str | Path, split: str = "train") -> None:
         self.root = existing(root, "the folder of MOVi's shards")
-        shards = _of_split(find_files(self.root, (".tar",)), split)
+        shards = _shards_of_split(find_files(self.root, (".tar",)), split)
         # Recorded before they are scanned: what changes in between is noticed.
-        self._shards = {shard: _recorded(self.root / shard) for shard in shards}
-        self._found = [one for shard in shards for one in _scanned(self.root, shard)]
+        self._shards = {shard: _record_shard(self.root / shard) for shard in shards}
+        self._found = [one for shard in shards for one in _scan_shard(self.root, shard)]
         if not self._found:
             raise BadData(
                 f"{self.root} contains no recording of the split {split!r}",
@@ -153,7 +153,7 @@ class MoviShards:
         return read_parts(self.root / shard, [(start, size)], lambda: self.name(number), check)[0]
 
 
-def _recorded(shard: Path) -> RecordedFile:
+def _record_shard(shard: Path) -> RecordedFile:
     """Return the state of a shard, with a digest of a few of its blocks; raise BadData if it cannot be read."""
     try:
         state = FileState.of(shard.stat())
@@ -162,7 +162,7 @@ def _recorded(shard: Path) -> RecordedFile:
         raise not_a_shard(shard, error.strerror or type(error).__name__) from error
 
 
-def _of_split(shards: list[str], split: str) -> list[str]:
+def _shards_of_split(shards: list[str], split: str) -> list[str]:
     """Return the shards of a split by name or folder; all, for training, where no name contains a split."""
 
     def names_split(name: str, word: str) -> bool:
@@ -173,7 +173,7 @@ def _of_split(shards: list[str], split: str) -> list[str]:
     return own or (shards if split == "train" and unnamed else [])
 
 
-def _scanned(root: Path, shard: str) -> list[Recording]:
+def _scan_shard(root: Path, shard: str) -> list[Recording]:
     found: dict[str, dict[str, ArrayPlace]] = {}
     try:
         with opened_tar(root / shard) as tar:

@@ -75,31 +75,31 @@ class Permutation:
         """Return the numbers at these places."""
         if self._drawn is not None:
             return self._drawn[places].astype(np.int64)
-        return _by_network(places, self._size, self._seed)
+        return _permute_with_network(places, self._size, self._seed)
 
 
-def _by_network(places: Numbers, size: int, seed: int) -> Numbers:
+def _permute_with_network(places: Numbers, size: int, seed: int) -> Numbers:
     """Permute numbers below `size` with an unbalanced Feistel network: both halves are added to, modulo their sizes."""
     # The halves multiply to `size` or a little more; what comes out beyond `size` goes through the network again.
     left_size = math.isqrt(size - 1) + 1
     right_size = -(-size // left_size)
     a, b = np.uint64(left_size), np.uint64(right_size)
-    keys = [_mixed(np.array([(seed + _GOLDEN * (one + 1)) & _ALL_BITS], np.uint64)) for one in range(_ROUNDS)]
+    keys = [_mix_bits(np.array([(seed + _GOLDEN * (one + 1)) & _ALL_BITS], np.uint64)) for one in range(_ROUNDS)]
     found = places.astype(np.uint64)
     todo = np.arange(len(found))
     while len(todo):
         left, right = np.divmod(found[todo], b)
         for number, key in enumerate(keys):
             if number % 2:
-                right = (right + _mixed(left ^ key) % b) % b
+                right = (right + _mix_bits(left ^ key) % b) % b
             else:
-                left = (left + _mixed(right ^ key) % a) % a
+                left = (left + _mix_bits(right ^ key) % a) % a
         found[todo] = left * b + right
         todo = todo[found[todo] >= size]
     return found.astype(np.int64)
 
 
-def _mixed(numbers: Numbers) -> Numbers:
+def _mix_bits(numbers: Numbers) -> Numbers:
     """Return 64 well mixed bits of each number: the finalizer of splitmix64."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -177,7 +177,7 @@ class EpochWindows:
         self._per_lane = order.batch // order.lanes
         # A lane is within one window for many steps.
         self._lane = lru_cache(order.lanes)(lambda number: _Lane(order, number, epoch))
-        self._window = lru_cache(2 * order.lanes)(self._new_window)
+        self._window = lru_cache(2 * order.lanes)(self._make_window)
 
     def __len__(self) -> int:
         return -(-self.order.size // self.order.batch) * self.order.batch
@@ -190,10 +190,10 @@ class EpochWindows:
             mine, lane = lanes == number, self._lane(number)
             # The last step is filled from the beginning of the lane.
             at = (steps[mine] * self._per_lane + slots[mine]) % lane.size
-            found[mine] = lane.samples(self._permuted(lane, at))
+            found[mine] = lane.samples(self._permute_in_windows(lane, at))
         return torch.from_numpy(found)
 
-    def _permuted(self, lane: _Lane, places: Numbers) -> Numbers:
+    def _permute_in_windows(self, lane: _Lane, places: Numbers) -> Numbers:
         """Permute places of a lane within their windows."""
         found, windows = np.empty_like(places), lane.windows_of(places)
         for window in np.unique(windows).tolist():
@@ -201,7 +201,7 @@ class EpochWindows:
             found[mine] = start + self._window(lane.number, window, stop - start).at(places[mine] - start)
         return found
 
-    def _new_window(self, lane: int, window: int, size: int) -> Permutation:
+    def _make_window(self, lane: int, window: int, size: int) -> Permutation:
         return Permutation(size, derive(self.order.seed, "window", self.epoch, lane, window))
 
 

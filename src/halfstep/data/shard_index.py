@@ -91,7 +91,7 @@ def _columns(kinds: int) -> tuple[tuple[struct.Struct, int], ...]:
 
 
 @lru_cache(4096)
-def _in_steps(codes: str, rows: int) -> struct.Struct:
+def _row_struct(codes: str, rows: int) -> struct.Struct:
     """Return what unpacks a sample's numbers of neighboring columns of four bytes, all in one call."""
     return struct.Struct("<" + f"{4 * (rows - 1)}x".join(codes))
 
@@ -187,17 +187,17 @@ class ShardIndex:
         if not self._is_verified[self._pages[shard] + number // PAGE]:
             self._verify(shard, number // PAGE)
         rows, kinds, at = self._rows[shard], self._kinds[shard], self._at[shard] + 4 * number
-        image, size, label = _in_steps("IIi", rows).unpack_from(self._map, at)
+        image, size, label = _row_struct("IIi", rows).unpack_from(self._map, at)
         (digest,) = _DIGEST.unpack_from(self._map, at + 16 * rows + 4 * number)
         image *= BLOCK
         mask, mask_size, label_at = NONE, NONE, NONE
         if kinds & SOME_MASKS:
-            block, mask_bytes = _in_steps("II", rows).unpack_from(self._map, at + 24 * rows)
+            block, mask_bytes = _row_struct("II", rows).unpack_from(self._map, at + 24 * rows)
             if block != _NOTHING:
                 mask, mask_size = block * BLOCK, mask_bytes
         if label >= 0:
             if kinds & LABEL_COLUMN:
-                (block,) = _in_steps("I", rows).unpack_from(self._map, at + (_width(kinds) - 4) * rows)
+                (block,) = _row_struct("I", rows).unpack_from(self._map, at + (_width(kinds) - 4) * rows)
                 label_at = block * BLOCK
             elif kinds & LABEL_AFTER:
                 label_at = image - -size // BLOCK * BLOCK + kinds // DISTANCE * BLOCK
@@ -422,7 +422,7 @@ def write_index(root: str | Path, shards: ShardSet, on_progress: OnProgress) -> 
 
 def build(shards: ShardSet, path: Path, on_progress: OnProgress) -> None:
     """Write the index of these shards; raise BadData if one cannot be used."""
-    with closing(_scanned(shards, on_progress)) as found:
+    with closing(_scan_shards(shards, on_progress)) as found:
         write_packed(path, shards.names, found)
     for number in range(len(shards.names)):
         with suppress(OSError):
@@ -444,12 +444,12 @@ def write_packed(path: Path, names: Sequence[str], shards: Iterable[PackedShard]
         file.write(content + _FOOTER.pack(at, len(table), len(listed), samples, seal, _MAGIC))
 
 
-def _scanned(shards: ShardSet, on_progress: OnProgress) -> Generator[PackedShard, None, None]:
+def _scan_shards(shards: ShardSet, on_progress: OnProgress) -> Generator[PackedShard, None, None]:
     """Yield the rows of each shard; few wait in memory while an earlier one is read."""
     stop, total, done = threading.Event(), sum(state.size for state in shards.states), 0
     # Threads: hashing and reading release the interpreter's lock.
     pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1, len(shards.names)))
-    futures = (pool.submit(_packed, shards, number, stop) for number in range(len(shards.names)))
+    futures = (pool.submit(_pack_shard, shards, number, stop) for number in range(len(shards.names)))
     try:
         waiting = deque(islice(futures, 4 * MOST_THREADS))
         while waiting:
@@ -467,7 +467,7 @@ def _part_path(shards: ShardSet, number: int) -> Path:
     return cache_folder() / "shards" / "parts" / f"{shards.key(number)}.part"
 
 
-def _packed(shards: ShardSet, number: int, stop: threading.Event) -> PackedShard:
+def _pack_shard(shards: ShardSet, number: int, stop: threading.Event) -> PackedShard:
     part = _part_path(shards, number)
     # An index of one shard; one that is torn is made anew.
     with suppress(OSError, NoIndex, BadData):

@@ -116,7 +116,7 @@ def scan_tar(tar: TarReader, name: str, is_stopped: Callable[[], bool]) -> Shard
             _note(tar, rows, part, member)
     if not rows:
         raise DamagedTar("no sample in it")
-    return _joined(tar, rows)
+    return _join_columns(tar, rows)
 
 
 def _note(tar: TarReader, rows: array[int], part: int, member: Member) -> None:
@@ -165,11 +165,11 @@ def key_at(tar: TarReader, begin: int, image: int | None = None) -> str:
     raise DamagedTar(f"no file starts at byte {image or begin:,}")
 
 
-def _joined(tar: TarReader, rows: array[int]) -> ShardRows:
+def _join_columns(tar: TarReader, rows: array[int]) -> ShardRows:
     """Return the columns, with one row for parts of a sample that lie apart."""
     table = np.frombuffer(rows, np.uint64).reshape(-1, _WIDTH)
     if len(np.unique(table[:, _HASH])) < len(table):
-        table = _merged(tar, table)
+        table = _merge_columns(tar, table)
     lacking = np.flatnonzero(table[:, _IMAGE] == _NOTHING)
     if len(lacking):
         key = key_at(tar, int(table[lacking[0], _BEGIN]))
@@ -181,7 +181,7 @@ def _joined(tar: TarReader, rows: array[int]) -> ShardRows:
     return ShardRows(tar.size, signed[_IMAGE], signed[_IMAGE_SIZE], signed[_LABEL], places, digests, *rest)
 
 
-def _merged(tar: TarReader, table: Column) -> Column:
+def _merge_columns(tar: TarReader, table: Column) -> Column:
     _, first, which = np.unique(table[:, _HASH], return_index=True, return_inverse=True)
     # Samples are in the order of their first parts.
     which, found = np.argsort(np.argsort(first))[which], table[np.sort(first)]

@@ -87,7 +87,7 @@ class Shards:
         self.channels, self.mask_classes, self.parts = channels, MaskClasses(classes, ignore_index, palette), parts
         self._verify_every = _VERIFY_EVERY[verify]
         self._open(root)
-        self._kinds = self._checked_kinds()
+        self._kinds = self._check_kinds()
         self._ahead: dict[int, tuple[SampleRow, Content]] = {}
         self.classes = self._class_names()
 
@@ -95,7 +95,7 @@ class Shards:
         shards = shard_set_at(root)
         self.root, self._start_of_paths = shards.root, f"{shards.root}{os.sep}"
         self._states = shards.states
-        self.index = existing_index(root, shards) or _built(shards)
+        self.index = existing_index(root, shards) or _build_index(shards)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -115,7 +115,7 @@ class Shards:
     def _read(self, index: int, with_image: bool) -> tuple[Content, Sample]:
         content, rest = self.content(index, with_image), Sample()
         if content.label is not None:
-            rest["label"] = torch.tensor(self._checked_label(content.label, index))
+            rest["label"] = torch.tensor(self._check_label(content.label, index))
         if (mask := content.mask) is not None:
             rest["mask"] = self._named(index, lambda name: mask_of(mask, self.mask_classes, name))
         return content, rest
@@ -300,7 +300,7 @@ class Shards:
         """Return the numbers of the samples for training, and of those for validation."""
         return divided(self.index, share, lambda index: place_of(self.key(index)))
 
-    def _checked_kinds(self) -> tuple[bool, bool]:
+    def _check_kinds(self) -> tuple[bool, bool]:
         """Return whether samples have a label and a mask that are requested.
 
         Raise BadData unless all samples have the same: a batch cannot have labels for some.
@@ -337,7 +337,7 @@ class Shards:
             if listed.is_file() and listed.stat().st_size < 2**20:
                 yield lines_in(listed.read_bytes(), str(listed))
 
-    def _checked_label(self, content: bytes, index: int) -> int:
+    def _check_label(self, content: bytes, index: int) -> int:
         """Return the label that the shard holds; raise BadData if its index has another."""
         row = self.index.row(index)
         label = read_label(content)
@@ -388,7 +388,7 @@ def _content_of(found: list[bytes], wanted: tuple[bool, bool, bool]) -> Content:
     return Content(found.pop() if image else None, middle, last)
 
 
-def _built(shards: ShardSet) -> ShardIndex:
+def _build_index(shards: ShardSet) -> ShardIndex:
     if sum(state.size for state in shards.states) < LONG_SCAN:
         return build_index(shards, lambda done, of: None)
     from halfstep.terminal import progress  # here, because rich takes a while to import

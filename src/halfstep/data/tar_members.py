@@ -88,7 +88,7 @@ class TarReader:
             if kind in _HEADERS:
                 if (extra := extra + 1) > _MOST_HEADERS or size > LONGEST_NAME:
                     raise DamagedTar(f"a header of {size:,} bytes at byte {at:,}, more than {LONGEST_NAME:,}")
-                name, size_before = _described(kind, self.read(content, size), at, name, size_before)
+                name, size_before = _read_extended_header(kind, self.read(content, size), at, name, size_before)
                 at = after
                 continue
             if kind == _SPARSE:
@@ -175,7 +175,7 @@ def _number(field: bytes, at: int) -> int:
         raise DamagedTar(f"a damaged header at byte {at:,}") from None
 
 
-def _described(kind: int, content: bytes, at: int, name: bytes, size_before: int) -> tuple[bytes, int]:
+def _read_extended_header(kind: int, content: bytes, at: int, name: bytes, size_before: int) -> tuple[bytes, int]:
     """Return the name and the size that a header gives the next member; those from before where it gives none."""
     if kind == _LONG_NAME:
         return content.split(b"\0", 1)[0], size_before

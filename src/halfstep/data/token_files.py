@@ -137,7 +137,7 @@ class TokenArray:
         number = bisect_right(self._starts, start) - 1
         while start < stop:
             first, last = self._starts[number], self._starts[number + 1]
-            parts.append(self._mapped(number)[start - first : min(stop, last) - first])
+            parts.append(self._map_shard(number)[start - first : min(stop, last) - first])
             start, number = last, number + 1
         return np.concatenate(parts) if parts else np.empty(0, self.dtype)
 
@@ -145,7 +145,7 @@ class TokenArray:
         """Return the end of each document in the split, its end token included."""
         path, expected = self.folder / f"{self.split}.documents.bin", self.facts.documents * 8
         if not path.is_file() or path.stat().st_size != expected:
-            raise _other_shard(path, f"missing, or not of {expected:,} bytes")
+            raise _changed_shard_error(path, f"missing, or not of {expected:,} bytes")
         return np.fromfile(path, dtype="<i8")
 
     def names(self) -> list[str]:
@@ -159,7 +159,7 @@ class TokenArray:
             first = max(0, start - overlap)
             yield first, self.read(first, min(start + BLOCK, len(self)))
 
-    def _mapped(self, number: int) -> Tokens:
+    def _map_shard(self, number: int) -> Tokens:
         shard = self.facts.shards[number]
         self._refuse_changed(number, shard)
         if number not in self._maps:
@@ -185,14 +185,14 @@ class TokenArray:
         try:
             found = FileState.of(os.stat(path))
         except OSError as error:
-            raise _other_shard(path, error.strerror or type(error).__name__) from error
+            raise _changed_shard_error(path, error.strerror or type(error).__name__) from error
         expected = shard.tokens * self.dtype.itemsize
         if found.size != expected:
-            raise _other_shard(path, f"{found.size:,} bytes, and {expected:,} in the index")
+            raise _changed_shard_error(path, f"{found.size:,} bytes, and {expected:,} in the index")
         return found
 
 
-def _other_shard(path: Path, why: str) -> BadData:
+def _changed_shard_error(path: Path, why: str) -> BadData:
     return BadData(
         f"{path}: {why}", allowed="the shards that the index names, complete", do="copy the folder again, all of it"
     )

@@ -156,11 +156,11 @@ def _documents(name: str, path: Path, separator: str | None) -> Iterator[Documen
             yield Document(name, lambda: _pieces(path))  # left out with the reason
             return
         for number, part in enumerate(part for part in text.split(separator) if part.strip()):
-            yield _held(f"{name}#{number}", part)
+            yield _hold_in_memory(f"{name}#{number}", part)
 
 
-def _held(name: str, text: str) -> Document:
-    return Document(name, lambda: _cut(text))
+def _hold_in_memory(name: str, text: str) -> Document:
+    return Document(name, lambda: _cut_text(text))
 
 
 def _jsonl_documents(name: str, path: Path) -> Iterator[Document]:
@@ -182,7 +182,7 @@ def _line_reader(path: Path, start: int, length: int) -> Callable[[], Iterator[s
         text = found.get("text") if isinstance(found, dict) else found
         if not isinstance(text, str):
             raise ValueError("no field text" + (f", but {', '.join(found)}" if isinstance(found, dict) else ""))
-        return _cut(text)
+        return _cut_text(text)
 
     return read
 
@@ -195,7 +195,7 @@ def _pieces(path: Path) -> Iterator[str]:
         while block := file.read(PIECE):
             if b"\0" in block:
                 raise ValueError("not text: it contains NUL bytes")
-            *whole, held = _cut(held + decoder.decode(block))
+            *whole, held = _cut_text(held + decoder.decode(block))
             yield from whole
     held += decoder.decode(b"", final=True)
     if held:
@@ -208,7 +208,7 @@ _LINE_START = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S\r)(?=\n\S)")
 """A place where a text can be cut without another tokenization of its parts."""
 
 
-def _cut(text: str) -> Iterator[str]:
+def _cut_text(text: str) -> Iterator[str]:
     """Yield a text in pieces of about `PIECE` characters, cut at the beginning of a line."""
     start = 0
     while len(text) - start > 2 * PIECE:
@@ -271,7 +271,7 @@ def read_tokenizer(place: str | Path) -> Any:
 
 
 def _end_of(tokenizer: Any, path: Path, given: str | None) -> int:
-    names = [given] if given is not None else [*_configured(path), *ENDS]
+    names = [given] if given is not None else [*_read_end_tokens(path), *ENDS]
     for name in names:
         number: int | None = tokenizer.token_to_id(name)
         if number is not None:
@@ -283,7 +283,7 @@ def _end_of(tokenizer: Any, path: Path, given: str | None) -> int:
     )
 
 
-def _configured(path: Path) -> list[str]:
+def _read_end_tokens(path: Path) -> list[str]:
     try:
         found = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
     except (OSError, ValueError, AttributeError):
@@ -344,9 +344,9 @@ def write_tokens(
         )
     if not asked:
         opened = open_tokenizer(tokenizer, end)
-    documents, left_out, notes = _with_text(documents_in(places, separator))
+    documents, left_out, notes = _select_with_text(documents_in(places, separator))
     if len(documents) == 1:
-        documents = _halved(documents[0], val)
+        documents = _divide_document(documents[0], val)
         notes.append(f"one document: its last {val:.0%} is held out; --separator TEXT divides it into documents")
         held = {1}
     else:
@@ -373,7 +373,7 @@ def write_tokens(
     return TokensReport(out, index.vocabulary, name, index.dtype, index.train, index.val, tuple(left_out), tuple(notes))
 
 
-def _with_text(documents: Sequence[Document]) -> tuple[list[Document], list[LeftOut], list[str]]:
+def _select_with_text(documents: Sequence[Document]) -> tuple[list[Document], list[LeftOut], list[str]]:
     """Return the documents with text, of which a share is held out, the others, and notes.
 
     Raise BadData if none has text.
@@ -390,7 +390,7 @@ def _with_text(documents: Sequence[Document]) -> tuple[list[Document], list[Left
             if "#" not in document.name and _JSON.match(first):
                 json_text.append(document.name)
         except (OSError, ValueError) as error:
-            left_out.append(LeftOut(document.name, _why(error)))
+            left_out.append(LeftOut(document.name, _error_reason(error)))
     if not found:
         raise BadData(
             f"no document has text; {left_out[0].name}: {left_out[0].reason}",
@@ -416,13 +416,13 @@ def _refuse_empty(index: TokenIndex, left_out: Sequence[LeftOut], out: Path) -> 
             )
 
 
-def _halved(document: Document, val: float) -> list[Document]:
+def _divide_document(document: Document, val: float) -> list[Document]:
     """Return the first part and the last share of a document, divided at the beginning of a line."""
     try:
         text = "".join(document.pieces())
     except (OSError, ValueError) as error:
         raise BadData(
-            f"{document.name}: {_why(error)}", allowed="text in UTF-8", do="convert it, or add files"
+            f"{document.name}: {_error_reason(error)}", allowed="text in UTF-8", do="convert it, or add files"
         ) from error
     if len(text) < SHORTEST:
         raise BadData(
@@ -433,7 +433,7 @@ def _halved(document: Document, val: float) -> list[Document]:
     at = round(len(text) * (1.0 - val))
     found = text.find("\n", at)
     at = found + 1 if 0 <= found < len(text) - 1 else at
-    return [_held(f"{document.name}#0", text[:at]), _held(f"{document.name}#1", text[at:])]
+    return [_hold_in_memory(f"{document.name}#0", text[:at]), _hold_in_memory(f"{document.name}#1", text[at:])]
 
 
 def _write(
@@ -453,17 +453,17 @@ def _write(
             pieces = document.pieces()
             first, second = next(pieces, ""), next(pieces, None)
         except (OSError, ValueError) as error:
-            left_out.append(LeftOut(document.name, _why(error)))
+            left_out.append(LeftOut(document.name, _error_reason(error)))
             continue
         if second is None:
             batch.append(_Piece(writer, document.name, first))
         else:
-            _put(batch, tokenizer)
-            left_out += _put_large(writer, document.name, chain((first, second), pieces), tokenizer)
+            _write_batch(batch, tokenizer)
+            left_out += _write_large(writer, document.name, chain((first, second), pieces), tokenizer)
         if len(batch) >= BATCH:
-            _put(batch, tokenizer)
+            _write_batch(batch, tokenizer)
         on_progress(number + 1, len(documents))
-    _put(batch, tokenizer)
+    _write_batch(batch, tokenizer)
     tokenizer.save(str(folder / TOKENIZER), pretty=False)
     own, held_out = train.close(), val.close()
     digest = sha256_of(folder / TOKENIZER)
@@ -477,7 +477,7 @@ class _Piece(NamedTuple):
     text: str
 
 
-def _put(batch: list[_Piece], tokenizer: Any) -> None:
+def _write_batch(batch: list[_Piece], tokenizer: Any) -> None:
     found = tokenizer.encode_batch([one.text for one in batch], add_special_tokens=False) if batch else []
     for one, encoded in zip(batch, found, strict=True):
         one.writer.add(encoded.ids, len(one.text.encode()))
@@ -485,16 +485,16 @@ def _put(batch: list[_Piece], tokenizer: Any) -> None:
     batch.clear()
 
 
-def _put_large(writer: TokenWriter, name: str, pieces: Iterator[str], tokenizer: Any) -> Iterator[LeftOut]:
+def _write_large(writer: TokenWriter, name: str, pieces: Iterator[str], tokenizer: Any) -> Iterator[LeftOut]:
     try:
         for text in pieces:
             writer.add(tokenizer.encode(text, add_special_tokens=False).ids, len(text.encode()))
     except (OSError, ValueError) as error:
-        yield LeftOut(name, f"all but its beginning: {_why(error)}")
+        yield LeftOut(name, f"all but its beginning: {_error_reason(error)}")
     writer.end_document(name)
 
 
-def _why(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8, at byte {error.start:,} of a block"
     return getattr(error, "strerror", None) or str(error)[:120] or type(error).__name__

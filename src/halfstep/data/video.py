@@ -259,7 +259,7 @@ class VideoFiles(NumberedFiles):
     def length(self, number: int) -> int:
         """Return the number of frames; 0 if the file cannot be read."""
         try:
-            with _opened(self.name(number)) as (container, stream):
+            with _open_video(self.name(number)) as (container, stream):
                 # Some formats do not store the number of frames: packets are counted instead, one per frame.
                 packets = islice(container.demux(stream), MOST_FRAMES + 1)
                 count: int = stream.frames or sum(1 for packet in packets if packet.size)
@@ -269,8 +269,8 @@ class VideoFiles(NumberedFiles):
 
     def part(self, number: int, frames: range) -> Sample:
         """Read these frames; raise BadSample if they cannot be decoded."""
-        with _opened(self.name(number)) as (container, stream):
-            wanted = _wanted(container, stream, frames)
+        with _open_video(self.name(number)) as (container, stream):
+            wanted = _decode_wanted(container, stream, frames)
             return {"image": joined(wanted, len(frames), self.name(number))}
 
     def files_of(self, number: int, frames: range) -> Files:
@@ -289,7 +289,7 @@ def _av() -> Any:
 
 
 @contextmanager
-def _opened(name: str) -> Iterator[tuple[Any, Any]]:
+def _open_video(name: str) -> Iterator[tuple[Any, Any]]:
     """Open a video and its first video stream; every failure inside is a BadSample."""
     av = _av()
     try:
@@ -312,9 +312,9 @@ def _opened(name: str) -> Iterator[tuple[Any, Any]]:
         raise BadSample(name, f"cannot be decoded: {' '.join(words.split())[:200]}") from error
 
 
-def _wanted(container: Any, stream: Any, frames: range) -> Iterator[Tensor]:
+def _decode_wanted(container: Any, stream: Any, frames: range) -> Iterator[Tensor]:
     left = list(frames)
-    for before, (at, frame) in enumerate(_from(container, stream, frames.start)):
+    for before, (at, frame) in enumerate(_decode_from(container, stream, frames.start)):
         if left and at >= left[0]:
             if frame.width * frame.height > MOST_PIXELS:
                 raise Unreadable(f"{frame.width} × {frame.height} pixels, more than {MOST_PIXELS:,}")
@@ -334,7 +334,7 @@ def _wanted(container: Any, stream: Any, frames: range) -> Iterator[Tensor]:
     raise Unreadable(f"ends before frame {left[0]}")
 
 
-def _from(container: Any, stream: Any, first: int) -> Iterator[tuple[int, Any]]:
+def _decode_from(container: Any, stream: Any, first: int) -> Iterator[tuple[int, Any]]:
     """Yield frames with their numbers, from `first` or somewhat before it."""
     rate, start = stream.average_rate or stream.guessed_rate, stream.start_time or 0
     if not rate or not stream.time_base:
@@ -342,7 +342,7 @@ def _from(container: Any, stream: Any, first: int) -> Iterator[tuple[int, Any]]:
     per_frame = 1 / (rate * stream.time_base)
     if first:
         container.seek(start + math.floor(first * per_frame), stream=stream)
-        decoded = _numbered(container, stream, start, per_frame)
+        decoded = _number_frames(container, stream, start, per_frame)
         head = next(decoded, None)
         if head is not None and head[0] <= first:
             yield head
@@ -350,10 +350,10 @@ def _from(container: Any, stream: Any, first: int) -> Iterator[tuple[int, Any]]:
             return
         # A wrong index leads past the requested frame; the beginning is always right.
         container.seek(start, stream=stream)
-    yield from _numbered(container, stream, start, per_frame)
+    yield from _number_frames(container, stream, start, per_frame)
 
 
-def _numbered(container: Any, stream: Any, start: int, per_frame: Any) -> Iterator[tuple[int, Any]]:
+def _number_frames(container: Any, stream: Any, start: int, per_frame: Any) -> Iterator[tuple[int, Any]]:
     frame: Any = None
     for frame in container.decode(stream):
         if frame.pts is None:

@@ -241,10 +241,10 @@ def _end_with_trainer() -> None:
         with suppress(OSError, AttributeError):  # no C library: torch polls for its parent every 5 s
             ctypes.CDLL(None).prctl(END_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)
     else:
-        threading.Thread(target=_outlived, daemon=True).start()
+        threading.Thread(target=_end_orphan, daemon=True).start()
 
 
-def _outlived() -> None:
+def _end_orphan() -> None:
     trainer = multiprocessing.parent_process()
     if trainer is not None:
         trainer.join()

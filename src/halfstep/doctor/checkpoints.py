@@ -53,13 +53,13 @@ class Tensor(NamedTuple):
 def check_checkpoint(path: Path, name: str) -> list[LocatedFinding]:
     """Return the findings about a file of weights or a folder of a checkpoint, under `name`; none for other files."""
     if path.is_dir():
-        return _of_folder(path, name)
+        return _check_folder(path, name)
     if path.suffix == ".safetensors":
-        return list(_of_safetensors(path, name))
-    return list(_of_pickle(path, name)) if path.suffix in PICKLED else []
+        return list(_check_safetensors(path, name))
+    return list(_check_pickle(path, name)) if path.suffix in PICKLED else []
 
 
-def _of_folder(folder: Path, name: str) -> list[LocatedFinding]:
+def _check_folder(folder: Path, name: str) -> list[LocatedFinding]:
     """Return the findings in the files of a folder, and on missing files."""
     files = sorted(path for path in islice(folder.iterdir(), MOST_FILES) if path.is_file())
     found: list[LocatedFinding] = []
@@ -72,43 +72,43 @@ def _of_folder(folder: Path, name: str) -> list[LocatedFinding]:
     if {"optimizer.pt", "training_args.bin"} <= names and "scaler.pt" not in names:
         asked = _fp16_setting(outline(folder / "training_args.bin"))
         if asked is not None:
-            found.append(_no_scaler(name, "optimizer.pt", f"training_args.bin has {asked}"))
+            found.append(_missing_scaler_finding(name, "optimizer.pt", f"training_args.bin has {asked}"))
     return found
 
 
 def read_header(path: Path) -> dict[str, Tensor] | None:
     """Return the tensors of a safetensors file by name; None if its header is damaged or too large."""
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(path, "rb", opener=_open_nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return None
             length = int.from_bytes(file.read(8), "little")
             if length > LARGEST_JSON:
                 return None
             table = strict_json(file.read(length))
-        return {name: _described(entry, 8 + length) for name, entry in table.items() if name != "__metadata__"}
+        return {name: _describe_tensor(entry, 8 + length) for name, entry in table.items() if name != "__metadata__"}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def _described(entry: Any, data: int) -> Tensor:
+def _describe_tensor(entry: Any, data: int) -> Tensor:
     begin, end = map(int, entry["data_offsets"])
     if not 0 <= begin <= end:
         raise ValueError
     return Tensor(str(entry["dtype"]), data + begin, end - begin)
 
 
-def _of_safetensors(path: Path, name: str) -> Iterator[LocatedFinding]:
+def _check_safetensors(path: Path, name: str) -> Iterator[LocatedFinding]:
     tensors = read_header(path)
     if tensors is None:
-        yield _found("checkpoint.unread", "note", name, "its header cannot be read", "save the file again")
+        yield _make_finding("checkpoint.unread", "note", name, "its header cannot be read", "save the file again")
         return
     weights = {key: one for key, one in tensors.items() if one.dtype in _FLOATS and "optimizer" not in key}
     narrow = {key: _NARROW[one.dtype] for key, one in weights.items() if one.dtype in _NARROW}
     if narrow:
-        yield _in_16_bits(name, narrow, len(weights), "note")
-    for key in islice(_not_finite(path, tensors), 1):
-        yield _found(
+        yield _narrow_finding(name, narrow, len(weights), "note")
+    for key in islice(_find_nonfinite(path, tensors), 1):
+        yield _make_finding(
             "checkpoint.not_finite",
             "error",
             name,
@@ -118,7 +118,7 @@ def _of_safetensors(path: Path, name: str) -> Iterator[LocatedFinding]:
         )
 
 
-def _not_finite(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _find_nonfinite(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield the names of small tensors that hold an inf or a NaN, buffers of normalization first."""
     left = MOST_READ
     with open(path, "rb") as file:
@@ -158,28 +158,28 @@ def _is_mask(content: bytes, form: _Float) -> bool:
     return numbers <= {zeros + b"\0\0", zeros + b"\0\x80", zeros + bytes((form.low, 0x80 | form.high))}
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _of_pickle(path: Path, name: str) -> Iterator[LocatedFinding]:
+def _check_pickle(path: Path, name: str) -> Iterator[LocatedFinding]:
     root = outline(path)
     if not isinstance(root, dict):
         return
     optimizers = [key for key in root if isinstance(key, str) and "optim" in key.lower()]
     weights = {
-        f"{key}": format for key, one in walk_values(_without(root, optimizers)) if (format := tensor_format(one))
+        f"{key}": format for key, one in walk_values(_drop_keys(root, optimizers)) if (format := tensor_format(one))
     }
     narrow = {key: format for key, format in weights.items() if format in ("fp16", "bf16")}
     if narrow:
-        yield _in_16_bits(name, narrow, len(weights), "warning" if optimizers else "note")
-    asked = _fp16_setting(_without(root, optimizers))
+        yield _narrow_finding(name, narrow, len(weights), "warning" if optimizers else "note")
+    asked = _fp16_setting(_drop_keys(root, optimizers))
     has_scaler = any(isinstance(key, str) and (key in _SCALERS or "scaler" in key.lower()) for key in root)
     if optimizers and asked is not None and not has_scaler:
-        yield _no_scaler(name, optimizers[0], f"it says {asked}")
+        yield _missing_scaler_finding(name, optimizers[0], f"it says {asked}")
 
 
-def _without(root: Mapping[Any, Any], keys: list[str]) -> dict[Any, Any]:
+def _drop_keys(root: Mapping[Any, Any], keys: list[str]) -> dict[Any, Any]:
     return {key: value for key, value in root.items() if key not in keys}
 
 
@@ -194,20 +194,22 @@ def _fp16_setting(root: Any) -> str | None:
     return None
 
 
-def _in_16_bits(name: str, narrow: Mapping[str, str], total: int, severity: Severity) -> LocatedFinding:
+def _narrow_finding(name: str, narrow: Mapping[str, str], total: int, severity: Severity) -> LocatedFinding:
     key, format = next(iter(narrow.items()))
     trained = "; an optimizer state is saved with them, so they are trained in 16 bits" if severity == "warning" else ""
     evidence = f"{len(narrow)} of {total} tensors are in 16 bits, such as `{key}` in {format}{trained}"
     fix = "load them into a model in fp32 before training, and let autocast compute in 16 bits"
-    return _found("checkpoint.weights_in_16_bits", severity, name, evidence, fix)
+    return _make_finding("checkpoint.weights_in_16_bits", severity, name, evidence, fix)
 
 
-def _no_scaler(name: str, optimizer: str, asked: str) -> LocatedFinding:
+def _missing_scaler_finding(name: str, optimizer: str, asked: str) -> LocatedFinding:
     evidence = f"`{optimizer}` is saved, but no scaler, for a run in fp16 ({asked}): a resumed run starts with a loss "
     evidence += "scale of 65536 again, and skips steps until the scale fits"
-    return _found("checkpoint.no_scaler", "warning", name, evidence, 'save "scaler": scaler.state_dict() as well')
+    return _make_finding(
+        "checkpoint.no_scaler", "warning", name, evidence, 'save "scaler": scaler.state_dict() as well'
+    )
 
 
-def _found(id: str, severity: Severity, name: str, evidence: str, fix: str) -> LocatedFinding:
+def _make_finding(id: str, severity: Severity, name: str, evidence: str, fix: str) -> LocatedFinding:
     shown = evidence if evidence.isprintable() else repr(evidence)
     return LocatedFinding(id, severity, shown[:400], fix, name)

@@ -32,22 +32,22 @@ def judge(settings: Sequence[FoundSetting]) -> SettingsVerdict:
         return SettingsVerdict(None, [])
     # `auto` can still conflict with other settings of the same file, so those are compared per file below.
     firm = [s for s in speaking if s.claim and (s.claim.meaning != AUTO or s.claim.denies)]
-    groups = [firm, *(_same_file(speaking, s) for s in speaking if s not in firm)]
+    groups = [firm, *(_settings_of_file(speaking, s) for s in speaking if s not in firm)]
     for group in groups:
-        settled = _settled(group)
+        settled = _settle_precision(group)
         if settled and settled.against:
             return SettingsVerdict(settled.name, _conflicts(settled, group, settings))
     # Without a firm setting, `auto` is what all of them say.
-    decided = _settled(firm) or _settled(speaking)
+    decided = _settle_precision(firm) or _settle_precision(speaking)
     return SettingsVerdict(decided.name if decided else None, [])
 
 
-def _settled(settings: Sequence[FoundSetting]) -> Settled | None:
+def _settle_precision(settings: Sequence[FoundSetting]) -> Settled | None:
     claims = [s.claim for s in settings if s.claim]
     return settle(claims) if claims else None
 
 
-def _same_file(settings: Sequence[FoundSetting], one: FoundSetting) -> list[FoundSetting]:
+def _settings_of_file(settings: Sequence[FoundSetting], one: FoundSetting) -> list[FoundSetting]:
     return [s for s in settings if s.place == one.place]
 
 
@@ -62,7 +62,7 @@ def _conflicts(
         if other is one:
             continue
         # Each conflict gets two resolutions: change the one file, or change the other.
-        asked = _asked_precision(other, one, settings, settled.name)
+        asked = _requested_precision(other, one, settings, settled.name)
         ways = (
             Resolution(settled.name, other.where, _lines_for(other, settled.name, everything)),
             Resolution(asked, one.where, _lines_for(one, asked, everything)),
@@ -88,9 +88,9 @@ def _section(setting: FoundSetting) -> str:
     return setting.key.rpartition(".")[0]
 
 
-def _asked_precision(other: FoundSetting, one: FoundSetting, settings: Sequence[FoundSetting], refused: str) -> str:
+def _requested_precision(other: FoundSetting, one: FoundSetting, settings: Sequence[FoundSetting], refused: str) -> str:
     """Return the precision the other setting's file asks for as a whole: `amp: true` with `fp16: false` means bf16."""
-    own = _settled([s for s in _same_file(settings, other) if s is not one])
+    own = _settle_precision([s for s in _settings_of_file(settings, other) if s is not one])
     asked = own.name if own else refused
     if asked == AMP:  # another program needs a format
         return "bf16"
@@ -154,7 +154,7 @@ def default_file_note(variables: Mapping[str, str]) -> list[Finding]:
     return [Finding("accelerate.default_file", "note", evidence, f"add --accelerate {place}")]
 
 
-def _at(setting: FoundSetting, name: str, severity: Severity, evidence: str, fix: str) -> LocatedFinding:
+def _finding_at(setting: FoundSetting, name: str, severity: Severity, evidence: str, fix: str) -> LocatedFinding:
     return LocatedFinding(name, severity, evidence, fix, setting.place, setting.line)
 
 
@@ -168,19 +168,19 @@ def _fp16_on_a_cpu(lookup: Lookup) -> Iterator[Finding]:
         forced = variable
     if fp16 and forced:
         evidence = f"{fp16} with {forced} ({forced.where}): accelerate reports fp16 but silently computes in fp32"
-        yield _at(fp16, "accelerate.fp16_on_cpu", "warning", evidence, "write mixed_precision: bf16, or 'no'")
+        yield _finding_at(fp16, "accelerate.fp16_on_cpu", "warning", evidence, "write mixed_precision: bf16, or 'no'")
 
 
-def _no_without_quotes(lookup: Lookup) -> Iterator[Finding]:
+def _find_unquoted_no(lookup: Lookup) -> Iterator[Finding]:
     setting, text = lookup.get("accelerate", "mixed_precision"), lookup.accelerate_text()
     if setting and places.reads_a_boolean(text):
         evidence = (
             f"{setting} without quotes ({setting.where}): accelerate launch reads a boolean and stops with an error"
         )
-        yield _at(setting, "accelerate.unquoted_no", "warning", evidence, "write mixed_precision: 'no'")
+        yield _finding_at(setting, "accelerate.unquoted_no", "warning", evidence, "write mixed_precision: 'no'")
 
 
-def _no_distributed_type(lookup: Lookup) -> Iterator[Finding]:
+def _find_missing_type(lookup: Lookup) -> Iterator[Finding]:
     place = next((s.place for s in lookup.sources if s.kind == "accelerate"), None)
     if place and not lookup.get("accelerate", places.DISTRIBUTED):
         evidence = f"{place} has no {places.DISTRIBUTED}, without which accelerate launch refuses the file"
@@ -193,7 +193,7 @@ def _word_of_the_variable(lookup: Lookup) -> Iterator[Finding]:
     if variable and str(variable.value) not in places.WORDS:
         evidence = f"{variable}: under plain python accelerate accepts lowercase only, and silently computes in fp32"
         fix = f"export {variable.key}={str(variable.value).lower()}"
-        yield _at(variable, "accelerate.variable_case", "warning", evidence, fix)
+        yield _finding_at(variable, "accelerate.variable_case", "warning", evidence, fix)
 
 
 def _sums_in_16_bits(lookup: Lookup) -> Iterator[Finding]:
@@ -205,10 +205,10 @@ def _sums_in_16_bits(lookup: Lookup) -> Iterator[Finding]:
         fix = (
             "in the script, give Accelerator an FSDP plugin whose mixed_precision_policy has reduce_dtype=torch.float32"
         )
-        yield _at(asked, "accelerate.fsdp_reduces_narrow", "warning", evidence, fix)
+        yield _finding_at(asked, "accelerate.fsdp_reduces_narrow", "warning", evidence, fix)
 
 
-def _not_read(lookup: Lookup) -> Iterator[Finding]:
+def _find_unread_keys(lookup: Lookup) -> Iterator[Finding]:
     settings = [lookup.get("accelerate", f"fsdp_config.{key}") for key in places.POLICIES]
     downcast = lookup.get("accelerate", "downcast_bf16")
     settings += [downcast] if downcast and downcast.value not in (False, "no", "NO") else []
@@ -218,7 +218,7 @@ def _not_read(lookup: Lookup) -> Iterator[Finding]:
         fix = (
             "use accelerate launch --downcast_bf16 (TPU only)" if tpu else "set the policy in the script's FSDP plugin"
         )
-        yield _at(setting, "accelerate.key_not_read", "warning", evidence, fix)
+        yield _finding_at(setting, "accelerate.key_not_read", "warning", evidence, fix)
 
 
 def _two_files_for_deepspeed(lookup: Lookup) -> Iterator[Finding]:
@@ -229,7 +229,7 @@ def _two_files_for_deepspeed(lookup: Lookup) -> Iterator[Finding]:
         fix = "delete mixed_precision from accelerate's file"
         line = next((line for line in lines_of(lookup.accelerate_text())[(word.line or 1) - 1 :]), "").rstrip("\r\n")
         edits = (Edit(word.place, word.line or 1, line, ""),) if line.lstrip().startswith("mixed_precision") else ()
-        found = _at(word, "accelerate.deepspeed_file", "error", evidence, fix)
+        found = _finding_at(word, "accelerate.deepspeed_file", "error", evidence, fix)
         yield replace(found, edits=edits)
 
 
@@ -238,17 +238,17 @@ def _fp8_may_be_fp16(lookup: Lookup) -> Iterator[Finding]:
     if asked:
         evidence = f"{asked}: on a GPU below compute capability 8.9 accelerate uses fp16 instead"
         fix = "write mixed_precision: bf16 for such a GPU"
-        yield _at(asked, "accelerate.fp8_falls_to_fp16", "note", evidence, fix)
+        yield _finding_at(asked, "accelerate.fp8_falls_to_fp16", "note", evidence, fix)
 
 
 def _tf32_behind_fp32(lookup: Lookup) -> Iterator[Finding]:
     variable = lookup.get("environment", places.TORCH_TF32)
     if variable and variable.value == "1":
         evidence = f"{variable}: what torch calls an fp32 matrix product is a tf32 one on NVIDIA GPUs since Ampere"
-        yield _at(variable, "torch.tf32_override", "warning", evidence, f"unset {variable.key}")
+        yield _finding_at(variable, "torch.tf32_override", "warning", evidence, f"unset {variable.key}")
 
 
-def _who_wins(lookup: Lookup) -> Iterator[Finding]:
+def _find_shadowed(lookup: Lookup) -> Iterator[Finding]:
     if lookup.of_accelerate():
         evidence = (
             "who wins in accelerate: Accelerator(mixed_precision=...) in the script, then accelerate launch "
@@ -259,7 +259,7 @@ def _who_wins(lookup: Lookup) -> Iterator[Finding]:
         yield Finding("accelerate.order", "note", evidence, fix)
 
 
-def _same_gpus(lookup: Lookup) -> Iterator[Finding]:
+def _find_gpu_settings(lookup: Lookup) -> Iterator[Finding]:
     """Yield a note on accelerate's GPUs for a halfstep recipe: under torchrun a variable selects them."""
     own = next((source.place for source in lookup.sources if source.halfstep), None)
     setting = lookup.get("accelerate", "gpu_ids")
@@ -269,28 +269,28 @@ def _same_gpus(lookup: Lookup) -> Iterator[Finding]:
         evidence = f"{setting} ({setting.where}) are accelerate's; halfstep uses all visible GPUs"
         count = named.count(",") + 1
         fix = f"CUDA_VISIBLE_DEVICES={named} torchrun --nproc_per_node={count} -m halfstep train {own}"
-        yield _at(setting, "accelerate.gpu_ids", "note", evidence, fix)
+        yield _finding_at(setting, "accelerate.gpu_ids", "note", evidence, fix)
 
 
-def _not_under_accelerate(lookup: Lookup) -> Iterator[Finding]:
+def _find_ignored_variable(lookup: Lookup) -> Iterator[Finding]:
     if lookup.of_accelerate() and any(source.halfstep for source in lookup.sources):
         evidence = "halfstep train follows its recipe only; accelerate's settings matter for your own scripts"
         yield Finding("recipe.not_accelerate", "note", evidence, "nothing, if you only use halfstep train")
 
 
 _CHECKS: tuple[Callable[[Lookup], Iterator[Finding]], ...] = (
-    _no_without_quotes,
-    _no_distributed_type,
+    _find_unquoted_no,
+    _find_missing_type,
     _fp16_on_a_cpu,
     _word_of_the_variable,
     _sums_in_16_bits,
-    _not_read,
+    _find_unread_keys,
     _two_files_for_deepspeed,
     _fp8_may_be_fp16,
     _tf32_behind_fp32,
-    _who_wins,
-    _same_gpus,
-    _not_under_accelerate,
+    _find_shadowed,
+    _find_gpu_settings,
+    _find_ignored_variable,
 )
 
 
@@ -388,17 +388,17 @@ def _amp(settings: Sequence[FoundSetting], verdict: SettingsVerdict) -> str:
 def _fp16(settings: Sequence[FoundSetting], verdict: SettingsVerdict) -> str:
     own = next((s for s in settings if s.leaf == "fp16" or s.key == "fp16.enabled"), None)
     if verdict.conflicts:
-        return f"disputed ({own})" if any(own in (c.one, c.other) for c in verdict.conflicts) else _as_written(own)
+        return f"disputed ({own})" if any(own in (c.one, c.other) for c in verdict.conflicts) else _quote_setting(own)
     if verdict.precision == "fp16":
         return "enabled"
     if verdict.precision in (None, AUTO):
-        return _as_written(own)
+        return _quote_setting(own)
     if verdict.precision == AMP:
         return "enabled if the device has no bf16"
     return f"disabled (the format is {verdict.precision})"
 
 
-def _as_written(setting: FoundSetting | None) -> str:
+def _quote_setting(setting: FoundSetting | None) -> str:
     return f"as written ({setting})" if setting else "not set"
 
 

@@ -41,7 +41,7 @@ def _number(value: object) -> float:
     return float(str(value))
 
 
-def _whole(value: object) -> int:
+def _parse_integer(value: object) -> int:
     number = _number(value)
     if not number.is_integer():
         raise ValueError(value)
@@ -69,19 +69,22 @@ _KEYS: dict[str, tuple[_Reader, tuple[str, ...]]] = {
     "optimizer.lr": (_number, ("learning_rate", "lr", "base_lr")),
     "optimizer.weight_decay": (_number, ("weight_decay",)),
     "schedule.name": (_schedule, ("lr_scheduler_type", "lr_scheduler", "scheduler")),
-    "schedule.warmup_steps": (_whole, ("warmup_steps", "num_warmup_steps", "lr_warmup_steps", "warmup_num_steps")),
-    "loss_scale.init_scale": (lambda value: 2.0 ** _whole(value), ("initial_scale_power",)),
-    "loss_scale.growth_interval": (_whole, ("loss_scale_window", "growth_interval")),
+    "schedule.warmup_steps": (
+        _parse_integer,
+        ("warmup_steps", "num_warmup_steps", "lr_warmup_steps", "warmup_num_steps"),
+    ),
+    "loss_scale.init_scale": (lambda value: 2.0 ** _parse_integer(value), ("initial_scale_power",)),
+    "loss_scale.growth_interval": (_parse_integer, ("loss_scale_window", "growth_interval")),
     "loss_scale.floor": (_number, ("min_loss_scale",)),
-    "train.steps": (_whole, ("max_steps", "max_train_steps", "train_num_steps", "num_steps")),
-    "train.epochs": (_whole, ("num_train_epochs", "max_epochs", "num_epochs", "epochs")),
+    "train.steps": (_parse_integer, ("max_steps", "max_train_steps", "train_num_steps", "num_steps")),
+    "train.epochs": (_parse_integer, ("num_train_epochs", "max_epochs", "num_epochs", "epochs")),
     "train.batch_size": (
-        _whole,
+        _parse_integer,
         ("per_device_train_batch_size", "train_micro_batch_size_per_gpu", "train_batch_size", "batch_size"),
     ),
-    "train.global_batch": (_whole, ("global_batch_size",)),
+    "train.global_batch": (_parse_integer, ("global_batch_size",)),
     "train.microbatches": (
-        _whole,
+        _parse_integer,
         ("gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulate_every", "accumulation_steps"),
     ),
     "train.clip_norm": (
@@ -89,11 +92,11 @@ _KEYS: dict[str, tuple[_Reader, tuple[str, ...]]] = {
         ("max_grad_norm", "gradient_clip_val", "gradient_clipping", "grad_clip", "clip_grad", "clip_grad_norm"),
     ),
     "train.clip_value": (_number, ("clip_value",)),
-    "train.seed": (_whole, ("seed", "seed_everything", "random_seed")),
+    "train.seed": (_parse_integer, ("seed", "seed_everything", "random_seed")),
     "train.ema": (_number, ("ema_decay",)),
     "train.checkpoint_activations": (_boolean, ("gradient_checkpointing",)),
     "train.compile": (_boolean, ("torch_compile",)),
-    "train.num_workers": (_whole, ("dataloader_num_workers", "num_workers")),
+    "train.num_workers": (_parse_integer, ("dataloader_num_workers", "num_workers")),
 }
 """What maps: our key, how its value is read, and the names of others."""
 _OURS = {name: key for key, (_, names) in _KEYS.items() for name in names}
@@ -105,7 +108,7 @@ def to_recipe(project: Project, runs: Sequence[ProjectRun], precision: str | Non
 
     Raise `WrongUse` if the project has nothing to convert.
     """
-    said = (one for run in runs for one in _stated(project, run))
+    said = (one for run in runs for one in _list_stated(project, run))
     stated = list({(s.key, str(s.value), s.place, s.line): s for s in said}.values())
     if not stated and precision is None:
         raise WrongUse(
@@ -113,14 +116,14 @@ def to_recipe(project: Project, runs: Sequence[ProjectRun], precision: str | Non
             allowed="a file of accelerate, DeepSpeed, Lightning, Hydra or TrainingArguments, or a launch line",
             do="halfstep recipes lists recipes to start from",
         )
-    taken, left = _taken(stated)
+    taken, left = _map_to_recipe(stated)
     for key in [key for key in taken if key.startswith("loss_scale.") and precision != "fp16"]:
         left.append((taken.pop(key)[1], f"{precision or 'auto'} needs no loss scale"))
-    _validated(taken, left)
+    _drop_invalid(taken, left)
     return _text(project, precision, taken, left)
 
 
-def _stated(project: Project, run: ProjectRun) -> Iterator[Stated]:
+def _list_stated(project: Project, run: ProjectRun) -> Iterator[Stated]:
     """Yield what a run says, flags first: they win over files."""
     for source in sorted(run.sources, key=lambda source: source.kind != "launch"):
         text = project.texts.get(source.place, "")
@@ -134,10 +137,10 @@ def _stated(project: Project, run: ProjectRun) -> Iterator[Stated]:
         elif source.kind == "code":
             yield from (Stated(s.key, s.value, source.place, s.line) for s in source.training)
         elif text:
-            yield from _in_file(source.place, text)
+            yield from _read_file(source.place, text)
 
 
-def _in_file(place: str, text: str) -> Iterator[Stated]:
+def _read_file(place: str, text: str) -> Iterator[Stated]:
     from halfstep.recipe.strict_yaml import flat
 
     document = document_of("recipe", place, text)
@@ -147,7 +150,7 @@ def _in_file(place: str, text: str) -> Iterator[Stated]:
             yield Stated(key, value, place, document.lines.get(key), kind)
 
 
-def _taken(stated: Sequence[Stated]) -> tuple[dict[str, tuple[Any, Stated]], list[tuple[Stated, str]]]:
+def _map_to_recipe(stated: Sequence[Stated]) -> tuple[dict[str, tuple[Any, Stated]], list[tuple[Stated, str]]]:
     """Return our keys with their values, and the remaining settings with the reason."""
     taken: dict[str, tuple[Any, Stated]] = {}
     left: list[tuple[Stated, str]] = []
@@ -192,7 +195,7 @@ def _read(key: str, value: object) -> Any:
     return None if isinstance(read, (int, float)) and not isinstance(read, bool) and read < 0 else read
 
 
-def _validated(taken: dict[str, tuple[Any, Stated]], left: list[tuple[Stated, str]]) -> None:
+def _drop_invalid(taken: dict[str, tuple[Any, Stated]], left: list[tuple[Stated, str]]) -> None:
     """Move what halfstep's own schema refuses to the comments."""
     from pydantic import ValidationError
 

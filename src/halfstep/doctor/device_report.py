@@ -79,7 +79,7 @@ class DeviceReport(JsonResult, ShownAsPage):
                 Pairs((("name", self.device.name), *facts(self.device).items())),
                 Heading("Build", "what torch was built for"),
                 Pairs(build),
-                Heading("Formats", _how_measured(self.measured)),
+                Heading("Formats", _describe_measurement(self.measured)),
                 _format_table(self.formats),
                 Heading("torch's fp32 switches", "overridden during a run and restored afterwards"),
                 Pairs(tuple(self.flags.items())),
@@ -91,7 +91,7 @@ class DeviceReport(JsonResult, ShownAsPage):
         )
 
 
-def _how_measured(found: Measurements) -> str:
+def _describe_measurement(found: Measurements) -> str:
     if not any(found.speedups.values()):
         return "nothing to measure"
     source = "cached; --fresh measures again" if found.cached else f"measured in {found.seconds:.1f} s"

@@ -52,14 +52,14 @@ def plan_fixes(folder: str, precision: str | None = None, variables: Mapping[str
     before = examine_project(folder, variables)
     if precision is not None:
         return FixPlan(before[0], _plan_precision(folder, precision, variables))
-    refused = _open_conflict(before[2])
-    texts = {} if refused else _all_passes(folder, variables, code_only=False)
-    if texts and (left := _open_conflict(examine_project(folder, variables, texts)[2], edited_too=True)):
+    refused = _find_open_conflict(before[2])
+    texts = {} if refused else _run_passes(folder, variables, code_only=False)
+    if texts and (left := _find_open_conflict(examine_project(folder, variables, texts)[2], edited_too=True)):
         refused, texts = left, {}
-    return FixPlan(before[0], texts if not refused else _all_passes(folder, variables, code_only=True), refused)
+    return FixPlan(before[0], texts if not refused else _run_passes(folder, variables, code_only=True), refused)
 
 
-def _all_passes(folder: str, variables: Mapping[str, str], code_only: bool) -> dict[str, str]:
+def _run_passes(folder: str, variables: Mapping[str, str], code_only: bool) -> dict[str, str]:
     texts: dict[str, str] = {}
     for _ in range(_MOST):
         project, _, findings = examine_project(folder, variables, texts)
@@ -70,7 +70,7 @@ def _all_passes(folder: str, variables: Mapping[str, str], code_only: bool) -> d
     return texts
 
 
-def _open_conflict(findings: Sequence[LocatedFinding], edited_too: bool = False) -> str:
+def _find_open_conflict(findings: Sequence[LocatedFinding], edited_too: bool = False) -> str:
     """Return the evidence of an error about settings that no edit removes; empty if there is none."""
     errors = [f for f in findings if f.severity == "error" and fixes_precision(f) and not f.in_tests]
     left = next((f for f in errors if edited_too or not f.edits), None)
@@ -91,8 +91,8 @@ def _plan_precision(folder: str, wanted: str, variables: Mapping[str, str]) -> d
     project, runs, findings = examine_project(folder, variables, texts)
     against = _against(runs, wanted)
     if against:
-        raise _by_hand(against[0], wanted)
-    if left := _open_conflict(findings, edited_too=True):
+        raise _manual_edit_error(against[0], wanted)
+    if left := _find_open_conflict(findings, edited_too=True):
         raise WrongUse(
             f"--fix {wanted} does not end in settings that agree: {left}"[:400],
             allowed="settings that can be changed outside of Python",
@@ -148,7 +148,7 @@ def make_agree(
         is_own = setting.place in texts and (setting.place != recipe or is_path(setting.place))
         edits = edits_for(setting, wanted, settings, texts) if is_own else ()
         if not edits:
-            raise _by_hand(setting, wanted)
+            raise _manual_edit_error(setting, wanted)
         changes += edits
         texts |= edited(texts, edits)
     raise WrongUse(
@@ -167,7 +167,7 @@ def _check_precision(verdict: SettingsVerdict, wanted: str) -> None:
         )
 
 
-def _by_hand(setting: FoundSetting, wanted: str) -> WrongUse:
+def _manual_edit_error(setting: FoundSetting, wanted: str) -> WrongUse:
     return WrongUse(
         f"--fix {wanted} cannot change {setting} ({setting.where})",
         allowed="settings in your configurations and launch lines; edit Python code yourself",

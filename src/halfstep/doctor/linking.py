@@ -50,7 +50,7 @@ class ProjectRun:
 
     def settings(self) -> list[FoundSetting]:
         """Return every setting of the run; flags of a script stand where the script uses them."""
-        found = _placed([setting for source in self.sources for setting in source.precision], self.tools)
+        found = _place_settings([setting for source in self.sources for setting in source.precision], self.tools)
         # A run calls one of two functions that each make an Accelerator.
         code = iter(without_alternatives([setting for setting in found if setting.kind == "code"]))
         return [next(code) if setting.kind == "code" else setting for setting in found]
@@ -64,19 +64,19 @@ class ProjectRun:
         return [row for row in rows if row]
 
 
-def _placed(settings: Sequence[FoundSetting], tools: frozenset[str]) -> list[FoundSetting]:
+def _place_settings(settings: Sequence[FoundSetting], tools: frozenset[str]) -> list[FoundSetting]:
     flags = {s.argument: s for s in settings if s.kind == "launch" and s.tool == "script"}
     given = {s.argument for s in settings if s.kind == "code" and s.argument in flags}
     placed = []
     for setting in settings:
         if setting.kind == "code" and setting.argument in flags:
-            placed.append(_given(setting, flags[setting.argument]))
+            placed.append(_apply_argument(setting, flags[setting.argument]))
         elif setting.argument not in given or setting.kind != "launch":
-            placed.append(_with_owner(setting, settings, tools))
+            placed.append(_add_owner(setting, settings, tools))
     return placed
 
 
-def _given(setting: FoundSetting, flag: FoundSetting) -> FoundSetting:
+def _apply_argument(setting: FoundSetting, flag: FoundSetting) -> FoundSetting:
     """Return what a setting of a script is once its argument is given: the flag's value, on the flag's line."""
     if setting.tool == "torch":
         is_on = flag.claim is not None and "fp32" in flag.claim.denies
@@ -85,7 +85,7 @@ def _given(setting: FoundSetting, flag: FoundSetting) -> FoundSetting:
     return replace(flag, tool=setting.tool, level=level, decides=setting.decides)
 
 
-def _with_owner(setting: FoundSetting, settings: Sequence[FoundSetting], tools: frozenset[str]) -> FoundSetting:
+def _add_owner(setting: FoundSetting, settings: Sequence[FoundSetting], tools: frozenset[str]) -> FoundSetting:
     """Return a flag of a script with the library that reads it."""
     if setting.kind != "launch" or setting.tool != "script":
         return setting
@@ -136,9 +136,9 @@ def runs_of(project: Project, environment: SettingSource) -> list[ProjectRun]:
     """Return the runs of a project, each with the sources that it reads."""
     by_place = Places(project.sources)
     launched = [launch for launch in project.launches if launch.launcher]
-    runs = [_launched(launch, by_place) for launch in launched[:MOST_RUNS]]
+    runs = [_link_launch(launch, by_place) for launch in launched[:MOST_RUNS]]
     told = {source.place for run in runs for source in run.sources}
-    runs += _started_by_hand(by_place, told) if not runs else []
+    runs += _list_unlaunched(by_place, told) if not runs else []
     # The files of known programs that nothing names, where each is the only one of its kind in the project.
     told = {source.place for run in runs for source in run.sources}
     known = [*project.sources, *(launch.source for launch in project.launches if not launch.launcher)]
@@ -149,13 +149,13 @@ def runs_of(project: Project, environment: SettingSource) -> list[ProjectRun]:
         loose = []
     # A file that the project's own code reads belongs to the script that names it, and to no other.
     loose = [source for source in loose if source.kind not in ("recipe", "hydra")]
-    return [_with_loose(run, loose, environment) for run in runs]
+    return [_add_loose_settings(run, loose, environment) for run in runs]
 
 
-def _launched(launch: LaunchLine, by_place: Places) -> ProjectRun:
+def _link_launch(launch: LaunchLine, by_place: Places) -> ProjectRun:
     script = by_place.named(_module(launch.script), launch.source.place)
     members = closure([_module(launch.script), *launch.source.names], launch.source.place, by_place)
-    members = [member if member is script else _imported(member) for member in members]
+    members = [member if member is script else _select_imported(member) for member in members]
     start = {"accelerate": ACCELERATE, "fabric": FABRIC}.get(launch.launcher, PYTHON)
     return ProjectRun(start, [launch.source, *members], launch)
 
@@ -164,26 +164,28 @@ def _module(name: str) -> str:
     return name if "/" in name or name.endswith((".py", ".yaml", ".yml", ".json")) else f"{name.replace('.', '/')}.py"
 
 
-def _started_by_hand(by_place: Places, told: set[str]) -> list[ProjectRun]:
+def _list_unlaunched(by_place: Places, told: set[str]) -> list[ProjectRun]:
     """Return a run for each script that decides a precision and that no other script imports."""
     scripts = [s for s in by_place.sources if s.kind == "code" and s.place not in told]
-    named = _named_by_others(scripts, by_place)
+    named = _list_imported_names(scripts, by_place)
     roots = [s for s in scripts if s.place not in named and (s.tools or any(x.claim for x in s.precision))]
     return [ProjectRun(PYTHON, [s, *_others(s, by_place)]) for s in roots[:MOST_RUNS]]
 
 
-def _named_by_others(sources: Iterable[SettingSource], by_place: Places) -> set[str]:
+def _list_imported_names(sources: Iterable[SettingSource], by_place: Places) -> set[str]:
     met = ((source, by_place.named(name, source.place)) for source in sources for name in source.names)
     return {other.place for source, other in met if other and other is not source}
 
 
-def _imported(source: SettingSource) -> SettingSource:
+def _select_imported(source: SettingSource) -> SettingSource:
     """Return a module as an import runs it: autocast at its top, or in its own test, says nothing of the run."""
     return source._replace(precision=[replace(s, claim=None) if s.tool == "torch" else s for s in source.precision])
 
 
 def _others(source: SettingSource, by_place: Places) -> list[SettingSource]:
-    return [_imported(member) for member in closure(source.names, source.place, by_place) if member is not source]
+    return [
+        _select_imported(member) for member in closure(source.names, source.place, by_place) if member is not source
+    ]
 
 
 def closure(names: Iterable[str], place: str, by_place: Places) -> list[SettingSource]:
@@ -202,7 +204,7 @@ def closure(names: Iterable[str], place: str, by_place: Places) -> list[SettingS
 def _configurations_alone(loose: Sequence[SettingSource], by_place: Places) -> list[ProjectRun]:
     """Return the runs of a project without a launch line and without a script that decides a precision."""
     scattered = [s for s in by_place.sources if s not in loose and s.kind != "code"]
-    named = _named_by_others(scattered, by_place)
+    named = _list_imported_names(scattered, by_place)
     roots = [s for s in scattered if s.place not in named]
     alone = [[root, *_others(root, by_place)] for root in roots[:MOST_RUNS]] or [[]]
     runs = []
@@ -214,7 +216,7 @@ def _configurations_alone(loose: Sequence[SettingSource], by_place: Places) -> l
     return runs
 
 
-def _with_loose(run: ProjectRun, loose: Sequence[SettingSource], environment: SettingSource) -> ProjectRun:
+def _add_loose_settings(run: ProjectRun, loose: Sequence[SettingSource], environment: SettingSource) -> ProjectRun:
     sources = [*run.sources, *(source for source in loose if source.kind != "accelerate")]
     files = [source for source in loose if source.kind == "accelerate"]
     start, aside = run.start, ()  # type: str, tuple[SettingSource, ...]

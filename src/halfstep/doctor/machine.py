@@ -73,7 +73,7 @@ def read_machine(build: Build | None = None) -> MachineFacts:
     names = {str(entry["package"]) for entry in known_bad() if "package" in entry}
     found = {name: version for name in sorted(names) if (version := installed_version(name))}
     apple = sys.platform == "darwin" and platform.machine() == "arm64"
-    return MachineFacts(found, (build or read_build()).boards, _shared_memory(), apple)
+    return MachineFacts(found, (build or read_build()).boards, _read_shared_memory(), apple)
 
 
 def is_version_within(version: str, ranges: str) -> bool:
@@ -111,7 +111,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def _shared_memory() -> int | None:
+def _read_shared_memory() -> int | None:
     try:
         found = os.statvfs(SHARED_MEMORY)
     except (OSError, AttributeError):

@@ -44,14 +44,14 @@ def examine_project(
     project = read_project(folder, changed)
     runs = runs_of(project, from_environment(variables))
     read = [f for f in project.findings if f.id not in _UNREAD]
-    found = [*read, *_not_read(project), *_unknown_words(project), *_own_words(project)]
-    found += [f for run in runs for f in _of_run(project, run)]
+    found = [*read, *_note_unread_files(project), *_note_unknown_words(project), *_note_own_words(project)]
+    found += [f for run in runs for f in _check_run(project, run)]
     for run in runs:
         # `accelerate launch` reads the file in its own place then, which is outside of the project.
         has_no_file = run.start == ACCELERATE and not any(source.kind == "accelerate" for source in run.sources)
         notes = default_file_note(variables) if run.launch is not None and has_no_file else []
         fix = "name the file that is meant: accelerate launch --config_file FILE"
-        found += [replace(_located(note, run), fix=fix) for note in notes]
+        found += [replace(_locate_finding(note, run), fix=fix) for note in notes]
     unique = {(f.id, f.file, f.line, f.evidence): f for f in found}
     return project, runs, sorted(unique.values(), key=lambda f: (_ORDER[f.severity], f.file, f.line or 0, f.id))
 
@@ -91,7 +91,7 @@ def fixes_precision(finding: LocatedFinding) -> bool:
     return not finding.id.startswith("code.")
 
 
-def _not_read(project: Project) -> Iterator[LocatedFinding]:
+def _note_unread_files(project: Project) -> Iterator[LocatedFinding]:
     """Yield one note on all files that were not read."""
     unread = [finding for finding in project.findings if finding.id in _UNREAD]
     if unread:
@@ -108,7 +108,7 @@ def _sources(project: Project) -> Iterator[SettingSource]:
     yield from (launch.source for launch in project.launches)
 
 
-def _unknown_words(project: Project) -> Iterator[LocatedFinding]:
+def _note_unknown_words(project: Project) -> Iterator[LocatedFinding]:
     for source in _sources(project):
         for setting in source.precision:
             if setting.status == "unknown":
@@ -126,7 +126,7 @@ _OTHERS_WORDS = frozenset(
 """Words of Composer, litgpt, apex and others, in small letters."""
 
 
-def _own_words(project: Project) -> Iterator[LocatedFinding]:
+def _note_own_words(project: Project) -> Iterator[LocatedFinding]:
     """Yield one note on the words that are neither the project's own, as its code defines them, nor known."""
     known = {word.lower() for source in project.sources for word in source.words} | _OTHERS_WORDS
     found = [
@@ -140,7 +140,7 @@ def _own_words(project: Project) -> Iterator[LocatedFinding]:
         yield LocatedFinding("settings.own_word", "note", evidence, "", found[0].place, found[0].line)
 
 
-def _of_run(project: Project, run: ProjectRun) -> Iterator[LocatedFinding]:
+def _check_run(project: Project, run: ProjectRun) -> Iterator[LocatedFinding]:
     rows = run.provenance()
     conflicts = _verdict(run, rows).conflicts
     # Nothing says which of two formats is meant: nothing that follows from either is edited.
@@ -148,19 +148,19 @@ def _of_run(project: Project, run: ProjectRun) -> Iterator[LocatedFinding]:
     for row in rows:
         for loser in row.disagreeing():
             if not row.deliberate(loser):
-                found = _ignored(project, run, row, loser)
-                yield _without_edits(found) if is_open else found
+                found = _ignored_finding(project, run, row, loser)
+                yield _drop_edits(found) if is_open else found
     settings = run.settings()
     for conflict in conflicts:
         yield _mismatch(project, conflict, settings)
     for finding in facts(run.sources):
         if finding.id not in _SAID_BY_THE_TABLE:
-            yield _without_edits(_located(finding, run)) if is_open else _located(finding, run)
+            yield _drop_edits(_locate_finding(finding, run)) if is_open else _locate_finding(finding, run)
     for check in _SUBSTITUTIONS:
         yield from check(settings)
 
 
-def _without_edits(finding: LocatedFinding) -> LocatedFinding:
+def _drop_edits(finding: LocatedFinding) -> LocatedFinding:
     return replace(finding, edits=())
 
 
@@ -193,7 +193,7 @@ def _is_composition(conflict: Conflict) -> bool:
     return conflict.one.kind == conflict.other.kind == "hydra" and conflict.one.place != conflict.other.place
 
 
-def _ignored(project: Project, run: ProjectRun, row: Provenance, loser: FoundSetting) -> LocatedFinding:
+def _ignored_finding(project: Project, run: ProjectRun, row: Provenance, loser: FoundSetting) -> LocatedFinding:
     by = row.winners[0] if row.winners else None
     if row.refuses:
         why = f"{row.tool} stops with an error, because {by} ({by.where if by else ''}) says something else"
@@ -223,10 +223,10 @@ def _repair(project: Project, run: ProjectRun, row: Provenance, loser: FoundSett
         return _name_the_file(project, run, loser)
     edits = edits_for(loser, row.precision, run.settings(), project.texts)
     fix = f"to keep {row.precision}, write in {loser.where}:\n    {line_for(loser, row.precision)}"
-    return edits, fix + _other_way(row, loser)
+    return edits, fix + _suggest_other_way(row, loser)
 
 
-def _other_way(row: Provenance, loser: FoundSetting) -> str:
+def _suggest_other_way(row: Provenance, loser: FoundSetting) -> str:
     """Return what to write where the setting that is ignored should decide."""
     asked = loser.claim.meaning if loser.claim else ""
     if not row.winners or asked not in precision_names():
@@ -255,13 +255,13 @@ def _mismatch(project: Project, conflict: Conflict, settings: Sequence[FoundSett
     return LocatedFinding(finding.id, finding.severity, finding.evidence, finding.fix, other.place, line, edits)
 
 
-def _located(finding: Finding, run: ProjectRun) -> LocatedFinding:
+def _locate_finding(finding: Finding, run: ProjectRun) -> LocatedFinding:
     if isinstance(finding, LocatedFinding):
         return finding
     return LocatedFinding(finding.id, finding.severity, finding.evidence, finding.fix, run.name.partition(":")[0])
 
 
-def _found_at(setting: FoundSetting, name: str, severity: Severity, evidence: str, fix: str) -> LocatedFinding:
+def _finding_at(setting: FoundSetting, name: str, severity: Severity, evidence: str, fix: str) -> LocatedFinding:
     text = f"{setting}  ({setting.where}): {evidence}"
     return LocatedFinding(name, severity, text, fix, setting.place, setting.line)
 
@@ -271,10 +271,10 @@ def _lightning_on_a_cpu(settings: Sequence[FoundSetting]) -> Iterator[LocatedFin
     for s in settings:
         if on_cpu and s.owner in ("lightning", "lightning cli") and s.claim and s.claim.meaning == "fp16":
             evidence = "with accelerator: cpu Lightning takes bf16-mixed instead"
-            yield _found_at(s, "lightning.fp16_on_cpu", "warning", evidence, "write precision: bf16-mixed")
+            yield _finding_at(s, "lightning.fp16_on_cpu", "warning", evidence, "write precision: bf16-mixed")
 
 
-def _narrow_weights(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
+def _find_narrow_weights(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
     for s in settings:
         if (
             s.claim
@@ -283,14 +283,14 @@ def _narrow_weights(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding
         ):
             evidence = f"{s.means}: an update below their precision is rounded away"
             fix = f"write {s.claim.meaning}-mixed" if s.claim.meaning == "bf16" else "write 16-mixed"
-            yield _found_at(s, "lightning.narrow_weights", "warning", evidence, fix)
+            yield _finding_at(s, "lightning.narrow_weights", "warning", evidence, fix)
 
 
-def _fixed_scale(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
+def _find_fixed_scale(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
     for s in settings:
         if s.kind == "deepspeed" and s.leaf == "loss_scale" and s.value not in (0, 0.0, "auto"):
             evidence = "a fixed loss scale: gradients that overflow at it overflow again"
-            yield _found_at(s, "deepspeed.fixed_scale", "warning", evidence, 'write "loss_scale": 0, which adapts')
+            yield _finding_at(s, "deepspeed.fixed_scale", "warning", evidence, 'write "loss_scale": 0, which adapts')
 
 
 def _scaler_without_fp16(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
@@ -298,7 +298,7 @@ def _scaler_without_fp16(settings: Sequence[FoundSetting]) -> Iterator[LocatedFi
     for s in settings:
         if s.place in off and s.key == "fp16.initial_scale_power":
             evidence = "fp16 is off, so settings of the loss scale have no effect"
-            yield _found_at(s, "deepspeed.scaler_unused", "note", evidence, "nothing, if fp16 is meant to be off")
+            yield _finding_at(s, "deepspeed.scaler_unused", "note", evidence, "nothing, if fp16 is meant to be off")
 
 
 def _nan_out_of_logs(settings: Sequence[FoundSetting]) -> Iterator[LocatedFinding]:
@@ -306,10 +306,10 @@ def _nan_out_of_logs(settings: Sequence[FoundSetting]) -> Iterator[LocatedFindin
         if s.key.rstrip(")").endswith("logging_nan_inf_filter") and s.value is True:
             evidence = "a loss that is inf or NaN does not show in the logs of training and evaluation"
             fix = "write logging_nan_inf_filter: false while you look for one"
-            yield _found_at(s, "transformers.nan_hidden_from_logs", "note", evidence, fix)
+            yield _finding_at(s, "transformers.nan_hidden_from_logs", "note", evidence, fix)
 
 
-_SUBSTITUTIONS = (_nan_out_of_logs, _lightning_on_a_cpu, _narrow_weights, _fixed_scale, _scaler_without_fp16)
+_SUBSTITUTIONS = (_nan_out_of_logs, _lightning_on_a_cpu, _find_narrow_weights, _find_fixed_scale, _scaler_without_fp16)
 
 
 def status_of_project(runs: Sequence[ProjectRun], findings: Iterable[LocatedFinding]) -> ProjectStatus:

@@ -95,8 +95,8 @@ def project_page(
     report: ProjectReport, patch: ProjectPatch | None = None, written: Path | None = None, settings: bool = False
 ) -> Page:
     """Return the page of a check, with the requested parts: a patch, a recipe, the settings."""
-    blocks = [*_verdict(report), *_findings(report.findings), *_in_tests(report.findings)]
-    blocks += [block for run in report.runs for block in _who_wins(run)]
+    blocks = [*_verdict(report), *_findings(report.findings), *_list_test_findings(report.findings)]
+    blocks += [block for run in report.runs for block in _winners_table(run)]
     if settings:
         rows = [row for row in report.settings if row.key not in _ASIDE]
         blocks += [Heading("Settings", "" if rows else "none of them sets a precision"), _settings(rows)]
@@ -129,7 +129,7 @@ def _precision(status: ProjectStatus) -> str:
     return known.get(status.precision, f"everything asks for {status.precision}")
 
 
-def _same(one: LocatedFinding, other: LocatedFinding) -> bool:
+def _is_same_run(one: LocatedFinding, other: LocatedFinding) -> bool:
     same_words = one.id.startswith(_IN_EVERY_FILE) or one.evidence == other.evidence
     return one.id == other.id and one.severity == other.severity and same_words
 
@@ -137,7 +137,7 @@ def _same(one: LocatedFinding, other: LocatedFinding) -> bool:
 def _findings(findings: Sequence[LocatedFinding]) -> Iterator[Box]:
     """Yield each finding outside of tests once, with all of its places."""
     for finding in findings:
-        places = [other for other in findings if _same(finding, other) and not other.in_tests]
+        places = [other for other in findings if _is_same_run(finding, other) and not other.in_tests]
         if finding.in_tests or places[0] is not finding:
             continue
         box = box_of(finding)
@@ -149,7 +149,7 @@ def _findings(findings: Sequence[LocatedFinding]) -> Iterator[Box]:
         yield box
 
 
-def _in_tests(findings: Sequence[LocatedFinding]) -> Iterator[Block]:
+def _list_test_findings(findings: Sequence[LocatedFinding]) -> Iterator[Block]:
     places: dict[str, list[str]] = {}
     for finding in findings:
         if finding.in_tests:
@@ -168,7 +168,7 @@ def _settings(rows: Sequence[FoundSetting]) -> Table:
     return Table(columns, tuple(cells))
 
 
-def _who_wins(run: RunReport) -> Iterator[Block]:
+def _winners_table(run: RunReport) -> Iterator[Block]:
     if not any(row.overrode or row.unread for row in run.provenance):
         return
     started = f"started by {_START[run.start]}"
@@ -177,13 +177,13 @@ def _who_wins(run: RunReport) -> Iterator[Block]:
     columns += [Column(title, wrap="fold") for title in ("because of", "over")]
     rows = []
     for row in run.provenance:
-        losers = [*map(_placed, row.overrode), *(f"{_placed(s)}, not read" for s in row.unread)]
-        because = "\n".join(map(_placed, row.winners)) or "nothing: its default"
+        losers = [*map(_name_place, row.overrode), *(f"{_name_place(s)}, not read" for s in row.unread)]
+        because = "\n".join(map(_name_place, row.winners)) or "nothing: its default"
         rows.append((row.tool, row.precision, because, "\n".join(losers) or "-"))
     yield Table(tuple(columns), tuple(rows))
 
 
-def _placed(setting: FoundSetting) -> str:
+def _name_place(setting: FoundSetting) -> str:
     return f"{setting.key} = {shown(setting.value)} ({_place(setting)})"
 
 

@@ -31,7 +31,7 @@ def line_for(setting: FoundSetting, precision: str) -> str:
         old = setting.key.partition(".")[0] == "bfloat16"
         names = {"fp16": "fp16", "bf16": "bfloat16" if old else "bf16"}
         return ", ".join(f'"{name}": {{"enabled": {str(one == precision).lower()}}}' for one, name in names.items())
-    return " and ".join(_written(setting, target) for target in _targets(setting, precision))
+    return " and ".join(_write_setting(setting, target) for target in _targets(setting, precision))
 
 
 def _variable(setting: FoundSetting, precision: str) -> str:
@@ -124,7 +124,7 @@ def _flag_target(setting: FoundSetting, key: str, precision: str) -> _Target:
     return _Target(key, value.lower() if lower else value)
 
 
-def _written(setting: FoundSetting, target: _Target) -> str:
+def _write_setting(setting: FoundSetting, target: _Target) -> str:
     if setting.kind == "launch":
         dashes = "--" if setting.key.startswith("-") else ""
         joined = " " if dashes else "="
@@ -182,7 +182,7 @@ def _edits(
         line = lines[setting.line - 1].rstrip("\r\n") if setting.line and setting.line <= len(lines) else None
         place = (setting.place, setting.line or 0)
         before = edits[place].after if place in edits else line
-        after = _changed_line(setting, precision, paired, before) if before is not None else None
+        after = _change_line(setting, precision, paired, before) if before is not None else None
         if line is None or after is None:
             return None
         edits[place] = Edit(*place, line, after)
@@ -199,16 +199,16 @@ def _format_of(setting: FoundSetting) -> str:
     return words[-1].replace("bfloat16", "bf16") if words else ""
 
 
-def _changed_line(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:
+def _change_line(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:
     if setting.kind == "environment":
         new = _variable_value(setting, precision)
-        return _once(rf"(?<!\w)({setting.key}=)([\"']?)[\w-]+\2", rf"\g<1>{new}", line) if new else None
+        return _replace_once(rf"(?<!\w)({setting.key}=)([\"']?)[\w-]+\2", rf"\g<1>{new}", line) if new else None
     if _format_of(setting) and setting.kind != "launch":
-        return _changed_flag(setting, precision, paired, line)
+        return _change_flag(setting, precision, paired, line)
     if setting.kind == "launch":
-        return _changed_word(setting, precision, line)
+        return _change_word(setting, precision, line)
     if setting.kind == "code":
-        return _changed_keyword(setting, precision, line)
+        return _change_keyword(setting, precision, line)
     if setting.kind == "deepspeed" or (setting.place.endswith(".json") and setting.kind not in _UNQUOTED):
         return None
     (key, value), *others = _targets(setting, precision)
@@ -216,55 +216,57 @@ def _changed_line(setting: FoundSetting, precision: str, paired: bool, line: str
         return None
     if others:
         indent = line[: len(line) - len(line.lstrip())]
-        own = _once(rf"((?<!\w){re.escape(key)}[\"']?\s*:\s*)[^\s,#}}]+", rf"\g<1>{value}", line)
-        return f"{indent}{_written(setting, others[0])}\n{own}" if own is not None else None
+        own = _replace_once(rf"((?<!\w){re.escape(key)}[\"']?\s*:\s*)[^\s,#}}]+", rf"\g<1>{value}", line)
+        return f"{indent}{_write_setting(setting, others[0])}\n{own}" if own is not None else None
     if setting.place.endswith(".json"):
         value = value.lower() if value in ("True", "False") else f'"{value.strip(_QUOTES)}"'
-    return _once(rf"((?<!\w){re.escape(key)}[\"']?\s*:\s*)[^\s,#}}]+", rf"\g<1>{value}", line)
+    return _replace_once(rf"((?<!\w){re.escape(key)}[\"']?\s*:\s*)[^\s,#}}]+", rf"\g<1>{value}", line)
 
 
 _QUOTES = "'\""
 
 
-def _changed_flag(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:
+def _change_flag(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:
     own, on = _format_of(setting), setting.claim is not None and setting.claim.says is not None
     key = "enabled" if setting.leaf == "enabled" else own
     rename = on and not paired and precision in ("fp16", "bf16") and precision != own
     if rename and key == "enabled":
         # Words on the loss scale have no place below bf16: the section stays, and is switched off.
-        alone = _once(rf'"{own}"(\s*:\s*{{\s*"enabled"\s*:\s*true\s*}})', rf'"{precision}"\g<1>', line)
+        alone = _replace_once(rf'"{own}"(\s*:\s*{{\s*"enabled"\s*:\s*true\s*}})', rf'"{precision}"\g<1>', line)
         off = rf'"{precision}": {{"enabled": true}}, "{own}"\g<1>false'
-        return alone or _once(rf'"{own}"(\s*:\s*{{[^}}]*"enabled"\s*:\s*)true', off, line)
+        return alone or _replace_once(rf'"{own}"(\s*:\s*{{[^}}]*"enabled"\s*:\s*)true', off, line)
     new = precision if rename else key
     value = rename or own == precision
     written = str(value) if setting.kind == "code" or "True" in line or "False" in line else str(value).lower()
     equals = r"\s*=\s*" if setting.kind == "code" else r"[\"']?\s*:\s*"
-    return _once(rf"(?<!\w){key}({equals})(true|false|True|False|\"auto\")", rf"{new}\g<1>{written}", line)
+    return _replace_once(rf"(?<!\w){key}({equals})(true|false|True|False|\"auto\")", rf"{new}\g<1>{written}", line)
 
 
-def _changed_word(setting: FoundSetting, precision: str, line: str) -> str | None:
+def _change_word(setting: FoundSetting, precision: str, line: str) -> str | None:
     target = _target(setting, precision)
     flag = re.escape(setting.key)
     if setting.value is True:
         # A flag without a value is there or not.
-        new = f" {_renamed(setting, target)}" if target.value == "True" else ""
-        return _once(rf"\s+{flag}(?=\s|$)", new, line)
-    return _once(rf"(?<!\S){flag}(=|\s+)[\"']?[\w.-]+[\"']?", rf"{_renamed(setting, target)}\g<1>{target.value}", line)
+        new = f" {_rename_setting(setting, target)}" if target.value == "True" else ""
+        return _replace_once(rf"\s+{flag}(?=\s|$)", new, line)
+    return _replace_once(
+        rf"(?<!\S){flag}(=|\s+)[\"']?[\w.-]+[\"']?", rf"{_rename_setting(setting, target)}\g<1>{target.value}", line
+    )
 
 
-def _renamed(setting: FoundSetting, target: _Target) -> str:
+def _rename_setting(setting: FoundSetting, target: _Target) -> str:
     return setting.key.replace(_keyword(setting), target.key) if target.key in ("fp16", "bf16") else setting.key
 
 
-def _changed_keyword(setting: FoundSetting, precision: str, line: str) -> str | None:
+def _change_keyword(setting: FoundSetting, precision: str, line: str) -> str | None:
     target = _target(setting, precision)
     key = "default" if " default" in setting.key else target.key
     if key == "default" and setting.value in (True, False):
         target = target._replace(value=str(precision not in _FULL))
     literal = r"(\"[^\"]*\"|'[^']*'|True|False|torch\.\w+|\d+)"
-    return _once(rf"(?<!\w)({key}\s*=\s*){literal}", rf"\g<1>{target.value}", line)
+    return _replace_once(rf"(?<!\w)({key}\s*=\s*){literal}", rf"\g<1>{target.value}", line)
 
 
-def _once(pattern: str, new: str, line: str) -> str | None:
+def _replace_once(pattern: str, new: str, line: str) -> str | None:
     """Return the line with the only match replaced; None if there is none, or more than one."""
     return re.sub(pattern, new, line) if len(re.findall(pattern, line)) == 1 else None

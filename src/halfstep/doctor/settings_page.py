@@ -45,7 +45,7 @@ class Conflict:
         evidence = "\n".join(f"{s}  ({s.where}): {s.means}" for s in (self.one, self.other))
         fix = "\nor: ".join(map(str, self.ways))
         name = "deepspeed.format_mismatch" if self.is_deepspeed else "settings.precision_mismatch"
-        return Finding(name, "error", f"{evidence}{_together(self)}", fix)
+        return Finding(name, "error", f"{evidence}{_describe_conflict(self)}", fix)
 
     @property
     def is_deepspeed(self) -> bool:
@@ -59,7 +59,7 @@ class Conflict:
         return self.one, self.other
 
 
-def _together(conflict: Conflict) -> str:
+def _describe_conflict(conflict: Conflict) -> str:
     """Return what happens if the conflict stays."""
     if conflict.is_deepspeed:
         return "\naccelerate refuses to run where DeepSpeed's file enables a different format than accelerate's"

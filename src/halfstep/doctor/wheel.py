@@ -51,17 +51,21 @@ class Build:
         """Return the facts in words, without those that are absent."""
         facts = {
             "torch": self.torch,
-            "built for": f"CUDA {_dotted(self.cuda)}" if self.cuda else self.other or "CPUs only",
+            "built for": f"CUDA {_format_version(self.cuda)}" if self.cuda else self.other or "CPUs only",
             "architectures": " ".join(self.architectures),
-            "driver runs": f"CUDA {_dotted(self.driver)}" if self.driver else "",
-            "GPUs": ", ".join(_said(board) for board in self.boards),
+            "driver runs": f"CUDA {_format_version(self.driver)}" if self.driver else "",
+            "GPUs": ", ".join(_describe_board(board) for board in self.boards),
         }
         return {key: words for key, words in facts.items() if words}
 
 
 def check_build(build: Build) -> list[Finding]:
     """Return findings on what keeps torch from using a GPU, with the fix; none where all is well."""
-    return [finding for check in (_cpu_only, _hidden, _old_driver, _old_cuda, _no_kernels) for finding in check(build)]
+    return [
+        finding
+        for check in (_cpu_only, _find_hidden_gpus, _find_old_driver, _find_old_cuda, _find_missing_kernels)
+        for finding in check(build)
+    ]
 
 
 def _cpu_only(build: Build) -> Iterator[Finding]:
@@ -70,36 +74,36 @@ def _cpu_only(build: Build) -> Iterator[Finding]:
         yield Finding("wheel.cpu_only", "error", evidence, _install(build))
 
 
-def _hidden(build: Build) -> Iterator[Finding]:
+def _find_hidden_gpus(build: Build) -> Iterator[Finding]:
     if build.boards and build.cuda and build.hidden:
         evidence = f"CUDA_VISIBLE_DEVICES hides {_names(build)}"
         yield Finding("wheel.gpu_hidden", "warning", evidence, "unset CUDA_VISIBLE_DEVICES, or name a GPU in it")
 
 
-def _old_driver(build: Build) -> Iterator[Finding]:
+def _find_old_driver(build: Build) -> Iterator[Finding]:
     # CUDA's minor-version compatibility: within one major version a newer toolkit runs on an older driver.
     if build.cuda and build.driver and build.driver[0] < build.cuda[0] and not build.works:
         evidence = (
-            f"torch {build.torch} is built for CUDA {_dotted(build.cuda)}, and the driver runs CUDA "
-            f"{_dotted(build.driver)} at most: torch finds no GPU"
+            f"torch {build.torch} is built for CUDA {_format_version(build.cuda)}, and the driver runs CUDA "
+            f"{_format_version(build.driver)} at most: torch finds no GPU"
         )
         yield Finding("wheel.driver_too_old", "error", evidence, f"install a newer NVIDIA driver; or {_install(build)}")
 
 
-def _old_cuda(build: Build) -> Iterator[Finding]:
+def _find_old_cuda(build: Build) -> Iterator[Finding]:
     if build.cuda and build.cuda < WITH_BF16:
-        evidence = f"torch {build.torch} is built for CUDA {_dotted(build.cuda)}, whose libraries have no bf16"
+        evidence = f"torch {build.torch} is built for CUDA {_format_version(build.cuda)}, whose libraries have no bf16"
         yield Finding("wheel.cuda_too_old", "error", evidence, _install(build))
 
 
-def _no_kernels(build: Build) -> Iterator[Finding]:
+def _find_missing_kernels(build: Build) -> Iterator[Finding]:
     if not build.cuda or not build.architectures:
         return
     for board in build.boards:
         if board.capability and not has_kernels(board.capability, build.architectures):
             evidence = (
-                f"torch {build.torch} has no kernels for {_said(board)}; it has {' '.join(build.architectures)}: "
-                "the first operation fails with 'no kernel image is available'"
+                f"torch {build.torch} has no kernels for {_describe_board(board)}; it has "
+                f"{' '.join(build.architectures)}: the first operation fails with 'no kernel image is available'"
             )
             yield Finding("wheel.no_kernels", "error", evidence, _install(build))
 
@@ -142,7 +146,7 @@ def read_build() -> Build:
     import torch
 
     other = f"ROCm {torch.version.hip}" if torch.version.hip else "XPU" if getattr(torch.version, "xpu", None) else ""
-    driver, boards = _told_by_nvml() or (None, _told_by_the_driver())
+    driver, boards = _query_nvml() or (None, _read_driver_files())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     parts = (torch.version.cuda or "").split(".")
     return Build(
@@ -159,7 +163,7 @@ def read_build() -> Build:
     )
 
 
-def _told_by_nvml() -> tuple[Version | None, tuple[Board, ...]] | None:
+def _query_nvml() -> tuple[Version | None, tuple[Board, ...]] | None:
     """Return the driver's CUDA version and GPUs from NVML; None if it is not available."""
     try:
         import pynvml  # type: ignore[import-untyped]
@@ -194,7 +198,7 @@ def read_nvml(nvml: Any) -> tuple[Version | None, tuple[Board, ...]]:
     return (version // 1000, version % 1000 // 10) if version else None, tuple(found)
 
 
-def _told_by_the_driver() -> tuple[Board, ...]:
+def _read_driver_files() -> tuple[Board, ...]:
     """Return GPUs without NVML: from the NVIDIA driver's /proc entries, or the presence of AMD's device file."""
     found = []
     for place in sorted(_NVIDIA_DRIVER.glob("*/information")) if _NVIDIA_DRIVER.is_dir() else ():
@@ -204,13 +208,13 @@ def _told_by_the_driver() -> tuple[Board, ...]:
     return tuple(found) or ((Board("an AMD GPU"),) if _AMD_GPU.exists() else ())
 
 
-def _dotted(version: Version | None) -> str:
+def _format_version(version: Version | None) -> str:
     return ".".join(map(str, version or ()))
 
 
-def _said(board: Board) -> str:
+def _describe_board(board: Board) -> str:
     return board.name + (f" (sm_{board.capability[0]}{board.capability[1]})" if board.capability else "")
 
 
 def _names(build: Build) -> str:
-    return ", ".join(_said(board) for board in build.boards)
+    return ", ".join(_describe_board(board) for board in build.boards)

@@ -36,12 +36,12 @@ def run_curves(series: Series) -> list[Curves]:
 
 def loss_curves(train: Points, val: Points, skips: Skips, form: Form = short_number) -> Curves:
     """Return the loss of every step, and of every evaluation."""
-    return Curves("Loss", _both(train, val), y_title="loss", skips=skips, form=form)
+    return Curves("Loss", _curve_pair(train, val), y_title="loss", skips=skips, form=form)
 
 
 def metric_curves(name: str, train: Points, val: Points, form: Form = short_number) -> Curves:
     """Return the metric of every epoch."""
-    return Curves(name, _both(train, val), y_title=name, form=form)
+    return Curves(name, _curve_pair(train, val), y_title=name, form=form)
 
 
 def rate_curves(points: Points, form: Form = short_number) -> Curves:
@@ -60,5 +60,5 @@ def is_scaled(loss_scales: Iterable[float]) -> bool:
     return any(is_drawable(scale) and scale != 1.0 for scale in loss_scales)
 
 
-def _both(train: Points, val: Points) -> tuple[Curve, Curve]:
+def _curve_pair(train: Points, val: Points) -> tuple[Curve, Curve]:
     return Curve("train", *train), Curve("val", *val, dashed=True, color=1)

@@ -71,11 +71,11 @@ def shortened(text: str, size: int, width: int) -> str:
     fits, most = 0, len(text)  # binary search: `fits` letters fit, `most` do not
     while most - fits > 1:
         middle = (fits + most) // 2
-        fits, most = (middle, most) if width_of(_cut(text, middle), size) <= width else (fits, middle)
-    return _cut(text, fits)
+        fits, most = (middle, most) if width_of(_shorten_text(text, middle), size) <= width else (fits, middle)
+    return _shorten_text(text, fits)
 
 
-def _cut(text: str, kept: int) -> str:
+def _shorten_text(text: str, kept: int) -> str:
     first = kept // 3
     return f"{text[:first]}{DOTS}{text[len(text) - (kept - first) :]}"
 
@@ -107,7 +107,7 @@ def grid(rows: Sequence[Sequence[Array]], gap: int = 4, background: int = 255) -
 
     Raise `WrongUse` for no pictures, or for another shape or dtype.
     """
-    cells = [[_as_rgb(picture) for picture in row] for row in rows if len(row)]
+    cells = [[_to_rgb(picture) for picture in row] for row in rows if len(row)]
     if not cells:
         raise WrongUse("a grid of no pictures", allowed="at least one picture", do="give it rows of pictures")
     heights = [max(picture.shape[0] for picture in row) for row in cells]
@@ -125,7 +125,7 @@ def grid(rows: Sequence[Sequence[Array]], gap: int = 4, background: int = 255) -
     return out
 
 
-def _as_rgb(picture: Array) -> Array:
+def _to_rgb(picture: Array) -> Array:
     if picture.dtype != np.uint8 or not (picture.ndim == 2 or picture.shape[2:] == (3,)):
         raise WrongUse(
             f"a picture of shape {picture.shape} and type {picture.dtype} in a grid",

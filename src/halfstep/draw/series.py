@@ -39,16 +39,16 @@ class Series:
 
     def _add_step(self, event: Mapping[str, Any]) -> None:
         self.attempt.append(event["attempt"])
-        self.loss.append(_real(event["loss"]))
-        self.lr.append(_real(event["lr"]))
-        self.loss_scale.append(_real(event.get("loss_scale")))
+        self.loss.append(_to_finite(event["loss"]))
+        self.lr.append(_to_finite(event["lr"]))
+        self.loss_scale.append(_to_finite(event.get("loss_scale")))
         if not event["applied"]:
             self.skips.append((float(event["attempt"]), str(event["reason"])))
 
     def of_epochs(self, name: str) -> tuple[Points, Points]:
         """Return one number per epoch, from training and from validation; NaN if there is none."""
-        train = [_real(train.get(name)) for train, _ in self.epochs]
-        val = [_real(val.get(name)) for _, val in self.epochs]
+        train = [_to_finite(train.get(name)) for train, _ in self.epochs]
+        val = [_to_finite(val.get(name)) for _, val in self.epochs]
         return (self.epoch_at, train), (self.epoch_at, val)
 
 
@@ -60,7 +60,7 @@ def series_of(events: Iterable[Mapping[str, Any]]) -> Series:
     return series
 
 
-def _real(value: Any) -> float:
+def _to_finite(value: Any) -> float:
     """Return a number, or NaN where it is non-finite or too large for an axis."""
     number = math.nan if value is None else float(value)
     return number if is_drawable(number) else math.nan

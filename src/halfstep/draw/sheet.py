@@ -53,7 +53,7 @@ def sheet(
     top = [words(heading, TITLE, inner)] if heading else []
     top += [words(note, TEXT, inner, PALE)] if note else []
     top += [_legend(legend, inner)] if legend else []
-    return _framed(in_column([*top, *body]))
+    return _add_frame(in_column([*top, *body]))
 
 
 def single_picture(entry: PicturedSample, legend: Sequence[tuple[str, Color]]) -> Array:
@@ -62,7 +62,7 @@ def single_picture(entry: PicturedSample, legend: Sequence[tuple[str, Color]]) -
     given = next(iter(entry.panels.values()))
     picture = fitted(given, inner, max(LARGEST // 2, min(LARGEST, given.shape[0])))
     wide = max(picture.shape[1], LEAST)
-    return _framed(in_column([words(entry.caption, TEXT, wide), picture, _legend(legend, wide)]))
+    return _add_frame(in_column([words(entry.caption, TEXT, wide), picture, _legend(legend, wide)]))
 
 
 def _rows(entries: Sequence[PicturedSample], inner: int) -> list[Array]:
@@ -77,16 +77,16 @@ def _rows(entries: Sequence[PicturedSample], inner: int) -> list[Array]:
     wide = [max(row[n].shape[1] for row in fitting if n < len(row)) for n in range(columns if entries else 0)]
     parts: list[Array] = []
     if entries and any(entries[0].panels):
-        parts.append(_aligned([words(name, TEXT, each, PALE) for name in entries[0].panels], wide))
+        parts.append(_align_columns([words(name, TEXT, each, PALE) for name in entries[0].panels], wide))
     for entry, pictures in zip(entries, fitting, strict=True):
         parts += [words(entry.caption, TEXT, inner)] if entry.caption else []
-        parts.append(_aligned(pictures, wide))
+        parts.append(_align_columns(pictures, wide))
     return parts
 
 
-def _aligned(parts: Sequence[Array], wide: Sequence[int]) -> Array:
+def _align_columns(parts: Sequence[Array], wide: Sequence[int]) -> Array:
     """Place each part in its column."""
-    return in_row([_placed(part, across) for part, across in zip(parts, wide, strict=False)])
+    return in_row([_fit_width(part, across) for part, across in zip(parts, wide, strict=False)])
 
 
 def _cards(entries: Sequence[PicturedSample], inner: int) -> list[Array]:
@@ -99,9 +99,9 @@ def _cards(entries: Sequence[PicturedSample], inner: int) -> list[Array]:
 def _card(entry: PicturedSample, each: int) -> Array:
     edge = FRAME if entry.frame else 0
     picture = fitted(next(iter(entry.panels.values())), each - 2 * edge, HIGHEST)
-    picture = _framed(picture, FRAME, entry.frame) if entry.frame else picture
+    picture = _add_frame(picture, FRAME, entry.frame) if entry.frame else picture
     lines = [words(line, TEXT, each - GAP, INK if not n else PALE) for n, line in enumerate(entry.caption.split("\n"))]
-    return _placed(in_column([picture, *lines], gap=2), each)
+    return _fit_width(in_column([picture, *lines], gap=2), each)
 
 
 def fitted(picture: Array, wide: int, high: int) -> Array:
@@ -165,12 +165,12 @@ def in_column(parts: Sequence[Array], gap: int = GAP) -> Array:
     return out
 
 
-def _placed(part: Array, wide: int) -> Array:
+def _fit_width(part: Array, wide: int) -> Array:
     """Pad or crop a part on the right to the given width."""
     return in_row([part, blank(1, wide - part.shape[1])], gap=0) if part.shape[1] < wide else part[:, :wide]
 
 
-def _framed(part: Array, edge: int = MARGIN, color: Color = PAPER) -> Array:
+def _add_frame(part: Array, edge: int = MARGIN, color: Color = PAPER) -> Array:
     out = blank(part.shape[0] + 2 * edge, part.shape[1] + 2 * edge)
     out[:] = color
     out[edge:-edge, edge:-edge] = part

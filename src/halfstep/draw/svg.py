@@ -156,12 +156,12 @@ def _marks(skips: Sequence[tuple[float, str]], across: Axis) -> list[str]:
     top = HEIGHT - BOTTOM - 10
     return [
         f'<path class="skip" d="M{_x(across.share(found[0][0]))} {top}l4.5 8h-9z">'
-        f"<title>{escaped(_skipped(found))}</title></path>"
+        f"<title>{escaped(_describe_skip(found))}</title></path>"
         for found in places.values()
     ]
 
 
-def _skipped(found: list[tuple[float, str]]) -> str:
+def _describe_skip(found: list[tuple[float, str]]) -> str:
     reasons = Counter(reason.replace("_", " ") for _, reason in found)
     words = ", ".join(reason if count == 1 else f"{count:,} × {reason}" for reason, count in reasons.most_common(4))
     first, last = found[0][0], found[-1][0]

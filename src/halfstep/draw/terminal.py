@@ -143,18 +143,18 @@ def _show_table(console: Console, table: Table, indent: int) -> None:
         return
     shown = {"always", "wide"} if console.width >= _WIDE else {"always"}
     places = [n for n, column in enumerate(table.columns) if column.terminal in shown]
-    left_out = _without_room(table, places, console.width - indent)
-    _print(console, _ruled(console, table, [place for place in places if place not in left_out]), indent)
+    left_out = _columns_without_room(table, places, console.width - indent)
+    _print(console, _add_rule(console, table, [place for place in places if place not in left_out]), indent)
     if left_out:
         names = ", ".join(table.columns[place].title for place in sorted(left_out))
         _print(console, RichText(f"no room for {names} in this terminal: --json has all"), indent, wrap=False)
     second = [n for n, column in enumerate(table.columns) if column.terminal == "second"]
     if second:
         _show_block(console, Heading("More"), indent)
-        _print(console, _ruled(console, table, [places[0], *second]), indent)
+        _print(console, _add_rule(console, table, [places[0], *second]), indent)
 
 
-def _without_room(table: Table, places: Sequence[int], width: int) -> list[int]:
+def _columns_without_room(table: Table, places: Sequence[int], width: int) -> list[int]:
     """Return the columns to leave out so that the others fit."""
     lengths = {}
     for place in places:
@@ -169,7 +169,7 @@ def _without_room(table: Table, places: Sequence[int], width: int) -> list[int]:
     return left_out
 
 
-def _ruled(console: Console, table: Table, places: Sequence[int]) -> RichTable:
+def _add_rule(console: Console, table: Table, places: Sequence[int]) -> RichTable:
     """Return these columns with a line below their titles; without it where the output is no terminal."""
     found = RichTable(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
     _fill(found, table, places)

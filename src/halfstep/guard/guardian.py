@@ -187,7 +187,7 @@ class Guardian:
         """Report losses above the usual range; in repair mode, roll back ruined weights."""
         for notice in self._spike.notices:
             level: Level = "error" if notice.kind == DIVERGENCE else "warning" if notice.loud else "info"
-            self._emit("alarm", level, _in_words(notice), {"attempt": report.attempt, "loss": report.loss})
+            self._emit("alarm", level, _describe_notice(notice), {"attempt": report.attempt, "loss": report.loss})
         # The loss stayed high after the rollback, so the weights were not the cause and the rollback is not counted.
         if self._spike.cleared and self._rollbacks:
             self._rollbacks -= 1
@@ -198,7 +198,7 @@ class Guardian:
         """Roll back after updates with losses of ruined weights; give up only if there are good weights to end with."""
         streak = self._streak_of(report)
         streak.refused = self._spike.words(report)
-        if not self._rolled_back() and self._snapshot.step is not None:
+        if not self._try_rollback() and self._snapshot.step is not None:
             raise self._give_up(RUINED, report, streak)
 
     # -- trouble --------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Guardian:
             self._skips.excused()
             return
         self._skips.skipped()
-        if self.mode == "repair" and self._repaired(streak):
+        if self.mode == "repair" and self._try_repair(streak):
             return
         # The collapse first: it names the reason, where the count of skips is only its symptom.
         alarm = RUINED if report.reason == REFUSED else self._collapse.alarm() or self._skips.alarm()
@@ -253,20 +253,20 @@ class Guardian:
         text = f"spike: {streak.refused}; the update was refused"
         self._emit("alarm", "warning", text, {"attempt": report.attempt, "loss": report.loss})
 
-    def _repaired(self, streak: Streak) -> bool:
+    def _try_repair(self, streak: Streak) -> bool:
         """Return whether a remedy or a rollback was applied, so that the next step may succeed."""
         verdict = streak.verdict
         # The smallest change first: a remedy that was tried in a rerun and worked, then a rollback.
         remedy = None if verdict is None else self._applier.apply_first(verdict)
         if remedy is not None:
             self._emit("remedy", "warning", f"repaired: {remedy}, because of {remedy.culprit}", remedy.facts())
-            self._fresh_start()
+            self._start_afresh()
             return True
         in_a_row = self._skips.in_a_row >= min(HOPELESS, self.limits.skips_in_a_row)
         hopeless = in_a_row or self._collapse.collapsed or self._spike.diverges
-        return hopeless and streak.older_weights_may_help and self._rolled_back()
+        return hopeless and streak.older_weights_may_help and self._try_rollback()
 
-    def _rolled_back(self) -> bool:
+    def _try_rollback(self) -> bool:
         step = None if self._rollbacks >= self.limits.rollbacks else self._snapshot.restore()
         if step is None:
             return False
@@ -280,10 +280,10 @@ class Guardian:
         )
         # The losses since are those of weights that no longer exist.
         self._spike.rewound()
-        self._fresh_start()
+        self._start_afresh()
         return True
 
-    def _fresh_start(self) -> None:
+    def _start_afresh(self) -> None:
         self._skips.forgive()
         self._collapse, self._streaks = ScaleCollapse(), {}
 
@@ -354,7 +354,7 @@ class Guardian:
         self._applied_since_failure, self._rollbacks = int(state["applied_since_failure"]), int(state["rollbacks"])
 
 
-def _in_words(notice: Notice) -> str:
+def _describe_notice(notice: Notice) -> str:
     if notice.kind == NEW_LEVEL:
         return f"a new level: {notice.text}; losses at this level keep coming and now count as usual"
     if notice.kind == RISEN:

@@ -140,7 +140,7 @@ def live_area(latest: Latest, clocks: Clocks, width: int, encoding: str) -> list
     bars[0].append(f"  {mark}", style="not bold green" if words.is_mixed(start["precision"]["chosen"]) else "not bold")
     for bar in bars:
         bar.truncate(width)
-    return bars + _flowed(line_of(latest), width, encoding, _ASCII_BETWEEN if plain else _BETWEEN)
+    return bars + _flow_items(line_of(latest), width, encoding, _ASCII_BETWEEN if plain else _BETWEEN)
 
 
 def _epoch_row(latest: Latest, clocks: Clocks) -> tuple[str, int, int, str]:
@@ -162,7 +162,7 @@ def _bar(done: int, total: int, width: int, plain: bool) -> Text:
     return line.append((_ASCII_EMPTY if plain else _EMPTY) * (width - full), style="not bold bright_black")
 
 
-def _flowed(items: list[words.LineItem], width: int, encoding: str, between: str) -> list[Text]:
+def _flow_items(items: list[words.LineItem], width: int, encoding: str, between: str) -> list[Text]:
     """Return as few lines as hold the items; an item is only cut at the edge of the terminal."""
     lines = [_blank()]
     for item in items:
@@ -320,7 +320,7 @@ class LiveConsole:
     def _print_summary(self, event: Event) -> None:
         title, *rows, closing = words.summary(event, self._latest.metric)
         text = Text(title, style="bold").append("".join(f"\n{row}" for row in rows), style="not bold")
-        text.append(f"\n{self._fitted(closing)}", style="not bold green" if event.get("is_best") else "not bold dim")
+        text.append(f"\n{self._fit_text(closing)}", style="not bold green" if event.get("is_best") else "not bold dim")
         self._console.print(text, highlight=False)
 
     def _print_ending(self, event: Event) -> None:
@@ -330,14 +330,14 @@ class LiveConsole:
         for line in others:
             if line.strip().startswith(words.TO_TYPE):
                 # Not wrapped at any width, because the user copies it.
-                self._console.print(Text(self._fitted(line), style="bold"), soft_wrap=True)
+                self._console.print(Text(self._fit_text(line), style="bold"), soft_wrap=True)
             else:
                 self._print(line.strip(), indent=2)
 
     def _print(self, text: str, style: str = "", indent: int = 0) -> None:
-        self._console.print(Padding(Text(self._fitted(text), style=style), (0, 0, 0, indent), expand=False))
+        self._console.print(Padding(Text(self._fit_text(text), style=style), (0, 0, 0, indent), expand=False))
 
-    def _fitted(self, text: str) -> str:
+    def _fit_text(self, text: str) -> str:
         return words.fitted(text, self._console.encoding)
 
     def _area(self) -> Group:

@@ -140,15 +140,15 @@ MOST_WAITING = 10_000
 """The maximum number of lines that wait for a full disk."""
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a number or text for a value that JSON cannot represent, such as a path or a NumPy number."""
     try:
-        return _in_strict_json(float(value))
+        return _replace_nonfinite(float(value))
     except (TypeError, ValueError, RuntimeError):
         return str(value)
 
 
-_STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_plain)
+_STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_to_plain)
 
 
 class JsonLines:
@@ -275,18 +275,18 @@ def as_line(event: Mapping[str, object]) -> str:
     try:
         return _STRICT.encode(event) + "\n"
     except ValueError:
-        return _STRICT.encode(_in_strict_json(event)) + "\n"
+        return _STRICT.encode(_replace_nonfinite(event)) + "\n"
 
 
-def _in_strict_json(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     """Return the value with words instead of non-finite numbers."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):
-        return {key: _in_strict_json(inner) for key, inner in value.items()}
-    return [_in_strict_json(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _replace_nonfinite(inner) for key, inner in value.items()}
+    return [_replace_nonfinite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def read_events(path: Path) -> list[Event]:
@@ -328,14 +328,14 @@ def last_time(path: Path) -> float:
     # The newest file may have no line yet.
     filled = [part.path for part in parts_of(path) if _size(part.path)]
     try:
-        event = read_event(_last_line(filled[-1])) or {} if filled else {}
+        event = read_event(_read_last_line(filled[-1])) or {} if filled else {}
         seconds = float(event.get("time", 0.0))
     except (OSError, TypeError, ValueError):
         return 0.0
     return seconds if 0.0 <= seconds < math.inf else 0.0
 
 
-def _last_line(path: Path) -> bytes:
+def _read_last_line(path: Path) -> bytes:
     with path.open("rb") as file:
         end = last_line_end(file, file.seek(0, 2))
         begin = last_line_end(file, end - 1)
@@ -383,15 +383,15 @@ def _backwards(file: BinaryIO) -> Iterator[bytes]:
         file.seek(begin)
         first, *lines = file.read(at - begin).split(b"\n")
         if lines:
-            yield _joined(lines.pop(), rest) or b""
+            yield _join_line(lines.pop(), rest) or b""
             yield from reversed(lines)
             rest = b""
-        rest = _joined(first, rest)
+        rest = _join_line(first, rest)
         at = begin
     yield rest or b""
 
 
-def _joined(begin: bytes, rest: bytes | None) -> bytes | None:
+def _join_line(begin: bytes, rest: bytes | None) -> bytes | None:
     return None if rest is None or len(begin) + len(rest) > LARGEST_JSON else begin + rest
 
 

@@ -145,23 +145,23 @@ class MLflow:
             self._add(lambda: self._client.log_batch(self._run.run_id, metrics=metrics, synchronous=True))
 
     def _add(self, work: Callable[[], None]) -> None:
-        self._queue.add(partial(self._with_plain_error, work))
+        self._queue.add(partial(self._call_plainly, work))
 
     # The rest runs in the thread that sends.
 
-    def _with_plain_error(self, work: Callable[[], None]) -> None:
+    def _call_plainly(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:
             raise RuntimeError(f"{self._uri} {_failure(error)}") from None
 
     def _begin(self, start: Event) -> None:
-        self._run = self._resumed_run(start) or self._new_run(start)
+        self._run = self._find_resumed_run(start) or self._create_run(start)
         page = f"{self._uri}/#/experiments/{self._run.experiment_id}/runs/{self._run.run_id}"
         write_json(self._folder / MLFLOW_FILE, {"server": self._uri, "run": self._run.run_id, "page": page})
         self._send_file("recipe.yaml")
 
-    def _resumed_run(self, start: Event) -> RunInfo | None:
+    def _find_resumed_run(self, start: Event) -> RunInfo | None:
         """Return the run of an earlier launch if the server still has it; its parameters cannot be changed."""
         # The run id is only valid on the server that assigned it.
         saved = read_json(self._folder / MLFLOW_FILE)
@@ -175,7 +175,7 @@ class MLflow:
         except RestException:
             return None
 
-    def _new_run(self, start: Event) -> RunInfo:
+    def _create_run(self, start: Event) -> RunInfo:
         tags = {
             "mlflow.source.name": start["command"],
             "mlflow.source.type": "LOCAL",

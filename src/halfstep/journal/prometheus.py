@@ -142,7 +142,7 @@ class Prometheus:
             "halfstep_running": int(self._is_running),
             "halfstep_exit_code": self._code,
             "halfstep_heartbeat_timestamp_seconds": round(time.time(), 3),
-            "halfstep_disk_free_bytes": _free(self._ranks.folder),
+            "halfstep_disk_free_bytes": _free_bytes(self._ranks.folder),
         }
         return {"halfstep_rank_behind": ranks, **{name: [Sample(value, {})] for name, value in now.items()}}
 
@@ -165,7 +165,7 @@ class RankHeartbeats:
         return found
 
 
-def _free(folder: Path) -> int | None:
+def _free_bytes(folder: Path) -> int | None:
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -249,11 +249,11 @@ def _lines(metrics: Mapping[str, list[Sample]], shared: Mapping[str, str]) -> It
         if samples:
             yield f"# HELP {name} {about}\n# TYPE {name} gauge\n"
         for sample in samples:
-            pairs = ",".join(f'{key}="{_escaped(value)}"' for key, value in {**shared, **sample.labels}.items())
+            pairs = ",".join(f'{key}="{_escape_label(value)}"' for key, value in {**shared, **sample.labels}.items())
             yield f"{name}{{{pairs}}} {_number(sample.value)}\n"
 
 
-def _escaped(label: str) -> str:
+def _escape_label(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

@@ -45,7 +45,7 @@ def find_gpu(nvml: Any, properties: Any) -> Gpu | None:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return None
-    for look in (_handles_by_uuid, _by_bus):
+    for look in (_handles_by_uuid, _find_by_bus):
         for handle in look(nvml, properties):
             return Gpu(nvml, handle)
     return None
@@ -58,7 +58,7 @@ def _handles_by_uuid(nvml: Any, properties: Any) -> list[Any]:
     return _handles(nvml, nvml.nvmlDeviceGetHandleByUUID, names if uuid else [])
 
 
-def _by_bus(nvml: Any, properties: Any) -> list[Any]:
+def _find_by_bus(nvml: Any, properties: Any) -> list[Any]:
     parts: list[Any] = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
     if None in parts:
         return []

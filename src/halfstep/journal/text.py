@@ -61,10 +61,10 @@ def named(metric: str) -> str:
 
 def is_mixed(precision: str) -> bool:
     """Return whether a precision, or a policy, computes in fewer than 32 bits."""
-    return bool(_narrow_formats(precision))
+    return bool(_list_narrow_formats(precision))
 
 
-def _narrow_formats(precision: str) -> list[str]:
+def _list_narrow_formats(precision: str) -> list[str]:
     """Return what a precision, or a policy, computes in: the name of a 16-bit dtype, and fp8."""
     # It loads torch, and those who only read a journal do without.
     from halfstep.formats import FORMATS, is_narrow
@@ -86,7 +86,7 @@ def precision(start: Event) -> str:
     ending += "; slow on this device" if "precision.slow" in found else ""
     if not is_mixed(chosen):
         return f"Mixed precision training is off: {chosen}{ending}"
-    return f"Mixed precision training: {chosen} ({' and '.join(_narrow_formats(chosen))}){ending}"
+    return f"Mixed precision training: {chosen} ({' and '.join(_list_narrow_formats(chosen))}){ending}"
 
 
 def mark(start: Event, observed: float | None) -> str:
@@ -134,7 +134,9 @@ def header(start: Event) -> list[tuple[str, str]]:
 
 def recipe(start: Event) -> list[str]:
     """Return the resolved recipe, one line per section."""
-    return [in_line(f"{section}: {_as_text(content)}") for section, content in start["recipe"].items() if content != {}]
+    return [
+        in_line(f"{section}: {_content_text(content)}") for section, content in start["recipe"].items() if content != {}
+    ]
 
 
 def why(start: Event) -> list[str]:
@@ -238,11 +240,11 @@ def summary(event: Event, metric: str) -> list[str]:
     return [*lines, f"  {_closing(event)}"]
 
 
-def _as_text(content: Any) -> str:
+def _content_text(content: Any) -> str:
     if isinstance(content, Mapping):
-        return ", ".join(f"{key} {_as_text(value)}" for key, value in content.items())
+        return ", ".join(f"{key} {_content_text(value)}" for key, value in content.items())
     if isinstance(content, list):
-        return f"[{', '.join(_as_text(value) for value in content)}]"
+        return f"[{', '.join(_content_text(value) for value in content)}]"
     if isinstance(content, float):
         return f"{content:g}"
     if isinstance(content, bool):
@@ -323,12 +325,12 @@ def ending(event: Event, latest: Latest) -> list[str]:
     applied, skipped = numbers.several(event["steps"], "step"), skips(event.get("skipped") or {})
     lines = [f"{reason} after {numbers.duration(event['seconds'])}: {applied} applied, {skipped}"]
     if event.get("error"):
-        lines += _in_lines(event["error"])
+        lines += _indent_lines(event["error"])
     lines += [in_line(f"  remedy of the guard: {remedy}") for remedy in event.get("remedies") or ()]
     if event["reason"] in _UNFINISHED:
-        lines.append(f"  {_how_to_resume(event, latest)}")
+        lines.append(f"  {_resume_advice(event, latest)}")
     elif latest.checkpoint is not None and event["reason"] != GAVE_UP:
-        lines.append(f"  last checkpoint: {_named(latest.checkpoint)}")
+        lines.append(f"  last checkpoint: {_name_checkpoint(latest.checkpoint)}")
     best = event.get("best") or {}
     if best.get("value") is not None:
         lines.append(f"  best {named(best['metric'])}: {numbers.value(best['value'])}, in epoch {best['epoch']}")
@@ -343,28 +345,28 @@ def ending(event: Event, latest: Latest) -> list[str]:
         lines += [in_line(f"  {NEXT} halfstep {command}") for command in commands]
     return (
         lines
-        + _in_lines(event.get("checkpoint_note"))
-        + _in_lines(f"{TO_TYPE[0]} {event['do']}" if event.get("do") else "")
+        + _indent_lines(event.get("checkpoint_note"))
+        + _indent_lines(f"{TO_TYPE[0]} {event['do']}" if event.get("do") else "")
     )
 
 
-def _in_lines(text: str | None) -> list[str]:
+def _indent_lines(text: str | None) -> list[str]:
     """Return printable lines, indented."""
     return [f"  {in_line(line)}" for line in (text or "").splitlines() if line.strip()]
 
 
-def _how_to_resume(event: Event, latest: Latest) -> str:
+def _resume_advice(event: Event, latest: Latest) -> str:
     signal = event.get("signal")
     if event.get("checkpoint"):
         by = f"stopped by {signal} {_place(latest)}: " if signal else ""
-        return in_line(f"{by}saved as {event['checkpoint']}; {_again(latest)}")
+        return in_line(f"{by}saved as {event['checkpoint']}; {_restart_advice(latest)}")
     by = f"stopped by {signal} {_place(latest)} without saving: " if signal else ""
     if latest.checkpoint is None:
         return in_line(f"{by}no checkpoint was written yet: the same command starts again from step 0")
-    return f"{in_line(f'{by}{_again(latest)}')} from checkpoint {_named(latest.checkpoint)}"
+    return f"{in_line(f'{by}{_restart_advice(latest)}')} from checkpoint {_name_checkpoint(latest.checkpoint)}"
 
 
-def _again(latest: Latest) -> str:
+def _restart_advice(latest: Latest) -> str:
     """Return how to continue the run; the same command with --new would start another one."""
     if "--new" in str(latest.start.get("command", "")).split():
         folder = shlex.quote(f"run.dir={latest.start.get('dir', '')}")
@@ -372,7 +374,7 @@ def _again(latest: Latest) -> str:
     return "start it again with the same command to resume"
 
 
-def _named(checkpoint: CheckpointName) -> str:
+def _name_checkpoint(checkpoint: CheckpointName) -> str:
     return f"{in_line(checkpoint.name)} (step {numbers.count(checkpoint.attempt)})"
 
 
@@ -393,7 +395,7 @@ def resumed(start: Event) -> list[LineItem]:
     said = start.get("resumed")
     if not said:
         return []
-    lines = [_where(said, start), *_extended(said.get("extended"))]
+    lines = [_describe_place(said, start), *_describe_extension(said.get("extended"))]
     if not said.get("exact", True):
         reasons = (
             said.get("reasons")
@@ -410,17 +412,17 @@ def is_resumed(start: Event) -> bool:
     return bool((start.get("resumed") or {}).get("checkpoint"))
 
 
-def _where(said: dict[str, Any], start: Event) -> LineItem:
+def _describe_place(said: dict[str, Any], start: Event) -> LineItem:
     if not said.get("checkpoint"):
         return LineItem("started again from step 0: the run ended before its first checkpoint")
     at, end = numbers.count(said["attempt"]), numbers.count(start["steps"])
-    rest = f"from checkpoint {said['checkpoint']}{_repeated(said.get('repeated_steps'))}"
+    rest = f"from checkpoint {said['checkpoint']}{_describe_repeated(said.get('repeated_steps'))}"
     if said["attempt"] > start["steps"]:
         return LineItem(in_line(f"resumed at step {at} {rest}: the run is already beyond its new end, step {end}"))
     return LineItem(in_line(f"resumed at step {at} of {end} {rest}"))
 
 
-def _extended(said: Mapping[str, Any] | None) -> list[LineItem]:
+def _describe_extension(said: Mapping[str, Any] | None) -> list[LineItem]:
     """Return the new length of an extended run, and what happens to its learning rate."""
     if not said:
         return []
@@ -436,7 +438,7 @@ def _extended(said: Mapping[str, Any] | None) -> list[LineItem]:
     return lines
 
 
-def _repeated(repeated: int | None) -> str:
+def _describe_repeated(repeated: int | None) -> str:
     if not repeated:
         return ""
     return f" ({numbers.count(repeated)} steps are repeated)" if repeated > 1 else " (1 step is repeated)"

@@ -101,16 +101,16 @@ class Candidate:
 
     def seconds(self, steps: int = 1) -> float:
         """Return the seconds of one update, averaged over `steps` in a row."""
-        with self._own_random_numbers():
+        with self._use_own_generators():
             return self._stopwatch.seconds(self.step, steps)
 
     def losses(self, steps: int) -> list[float]:
         """Take `steps` more updates and return their losses."""
-        with self._own_random_numbers():
+        with self._use_own_generators():
             return [self.step().loss for _ in range(steps)]
 
     @contextmanager
-    def _own_random_numbers(self) -> Iterator[None]:
+    def _use_own_generators(self) -> Iterator[None]:
         """Use the candidate's own generator states, then restore the caller's.
 
         All candidates draw the same random numbers, regardless of the order in which they are timed.

@@ -44,13 +44,13 @@ class LocalCandidate:
 
     def open(self, limit: float | None = None) -> OpenedCandidate:
         """Build the candidate."""
-        with _as_in_a_process(limit):
+        with _raise_as_process(limit):
             self._candidate = Candidate(self._case, self._setting, self._device, observe=observes(self._setting))
         return self._candidate.opened
 
     def seconds(self, steps: int = 1, limit: float | None = None) -> float:
         """Return the seconds of one update, averaged over `steps`."""
-        with _as_in_a_process(limit):
+        with _raise_as_process(limit):
             return self._opened.seconds(steps)
 
     def trail(self, steps: int) -> list[float]:
@@ -59,7 +59,7 @@ class LocalCandidate:
 
     def losses(self, steps: int, limit: float | None = None) -> list[float]:
         """Take `steps` more updates and return their losses."""
-        with _as_in_a_process(limit):
+        with _raise_as_process(limit):
             return self._opened.losses(steps)
 
     def graphs(self) -> int:
@@ -72,12 +72,12 @@ class LocalCandidate:
 
     def update(self, limit: float | None = None) -> TimedUpdate:
         """Take one more update and time it."""
-        with _as_in_a_process(limit):
+        with _raise_as_process(limit):
             return timed_update(self._opened)
 
     def memory(self) -> int:
         """Return the peak bytes of tensors during one more update, as counted by the allocator."""
-        with _as_in_a_process(None):
+        with _raise_as_process(None):
             return peak_of(self._opened)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class LocalCandidate:
 
 
 @contextmanager
-def _as_in_a_process(limit: float | None) -> Iterator[None]:
+def _raise_as_process(limit: float | None) -> Iterator[None]:
     """Raise what `CandidateProcess` would: `CandidateFailed` for other errors than ours, and `CandidateTooSlow`."""
     begin = time.perf_counter()
     try:

@@ -96,14 +96,14 @@ def parity(
     differences = [(a - b) * (1 if higher_is_better else -1) for b, a in zip(base, candidate, strict=True)]
     unsure = ParityTest("can't tell", margin.size, None, None, None, len(differences))
     if not all(map(math.isfinite, base)):
-        return _noted(unsure, f"{base_name}'s own metric is no finite number")
+        return _add_note(unsure, f"{base_name}'s own metric is no finite number")
     # A non-finite metric is a failed training, so it counts as worse, not as missing.
     broken = sum(not math.isfinite(value) for value in candidate)
     if broken:
-        return _noted(unsure, f"no finite metric in {broken} of {len(differences)} runs", "worse")
+        return _add_note(unsure, f"no finite metric in {broken} of {len(differences)} runs", "worse")
     # Two finite metrics near the limit of a float can have an infinite difference.
     if not all(map(math.isfinite, differences)):
-        return _noted(unsure, "the metrics lie too far apart to be subtracted")
+        return _add_note(unsure, "the metrics lie too far apart to be subtracted")
     if len(differences) < FEWEST:
         mean = statistics.mean(differences) if differences else None
         return ParityTest("can't tell", margin.size, mean, None, None, len(differences), f"fewer than {FEWEST} seeds")
@@ -132,7 +132,7 @@ def _judge_interval(mean: float, low: float, high: float, margin: float) -> tupl
     return "can't tell", "the interval reaches across the margin; more seeds would narrow it"
 
 
-def _noted(parity: ParityTest, note: str, verdict: Verdict = "can't tell") -> ParityTest:
+def _add_note(parity: ParityTest, note: str, verdict: Verdict = "can't tell") -> ParityTest:
     return ParityTest(verdict, parity.margin, None, None, None, parity.pairs, note)
 
 
@@ -150,11 +150,11 @@ def student(confidence: float, freedom: int) -> float:
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+        low, high = (middle, high) if _probability_within(middle, freedom) < confidence else (low, middle)
     return math.tan(high) * math.sqrt(freedom)
 
 
-def _within(angle: float, freedom: int) -> float:
+def _probability_within(angle: float, freedom: int) -> float:
     """Return the probability that |t| < tan(angle) · √freedom."""
     odd = freedom % 2
     term, total = (math.cos(angle), 0.0) if odd else (1.0, 0.0)

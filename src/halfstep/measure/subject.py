@@ -65,8 +65,8 @@ class Subject:
 
                 return trainable(case_of_recipe(self.text, self.settings))
             if self.settings:
-                raise _no_settings(self.settings, self.text)
-            return _made_by(_imported(self.text), self.text)
+                raise _settings_error(self.settings, self.text)
+            return _make_case(_import_callable(self.text), self.text)
 
 
 Measurable: TypeAlias = "nn.Module | Callable[[], Any] | str | PurePath | Subject | Case"
@@ -92,7 +92,7 @@ def subject_of(
                 allowed="a model, loss_fn(model, batch) and a batch or a DataLoader; or module:callable; or a recipe",
                 do="give all three: (model, loss_fn, batch)",
             )
-        return _unchanged(case_of(given, loss_fn, batch), words)
+        return _refuse_settings(case_of(given, loss_fn, batch), words)
     if loss_fn is not None or batch is not None:
         raise WrongUse(
             f"a loss_fn or a batch together with {in_short(given)}",
@@ -102,12 +102,12 @@ def subject_of(
     if isinstance(given, Subject):
         return Subject(given.text, (*given.settings, *words))
     if isinstance(given, Case):
-        return _unchanged(given, words)
+        return _refuse_settings(given, words)
     if isinstance(given, str | PurePath):
         return Subject(str(given), tuple(words))
     if callable(given):
         name = f"{given.__module__}:{getattr(given, '__qualname__', type(given).__name__)}"
-        return _unchanged(_made_by(given, name), words)
+        return _refuse_settings(_make_case(given, name), words)
     raise WrongUse(
         f"{in_short(given)} as the subject of a measurement",
         allowed="a model with loss_fn and batch, a case (module:callable), or a recipe by name or path",
@@ -120,13 +120,13 @@ def in_short(given: object) -> str:
     return repr(str(given)) if isinstance(given, str | PurePath) else f"a {type(given).__name__}"
 
 
-def _unchanged(case: Case, settings: Sequence[str]) -> Case:
+def _refuse_settings(case: Case, settings: Sequence[str]) -> Case:
     if settings:
-        raise _no_settings(settings, case.name)
+        raise _settings_error(settings, case.name)
     return case
 
 
-def _no_settings(settings: Sequence[str], name: str) -> WrongUse:
+def _settings_error(settings: Sequence[str], name: str) -> WrongUse:
     return WrongUse(
         f"{' '.join(settings)} together with the case {name}",
         allowed="settings change a RECIPE; a case is defined by its code",
@@ -134,8 +134,8 @@ def _no_settings(settings: Sequence[str], name: str) -> WrongUse:
     )
 
 
-def _made_by(make: Callable[[], Any], text: str) -> Case:
-    with _own_code(text):
+def _make_case(make: Callable[[], Any], text: str) -> Case:
+    with _name_user_errors(text):
         made = make()
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[1])):
         shape = (
@@ -150,7 +150,7 @@ def _made_by(make: Callable[[], Any], text: str) -> Case:
 
 
 @contextmanager
-def _own_code(text: str, passes: Callable[[BaseException], bool] = lambda _: False) -> Iterator[None]:
+def _name_user_errors(text: str, passes: Callable[[BaseException], bool] = lambda _: False) -> Iterator[None]:
     """Re-raise an error of the user's code as `WrongUse` with its line; halfstep's own errors pass through."""
     try:
         yield
@@ -177,7 +177,7 @@ def _line_of(error: Exception) -> str:
     return place((own or lines_outside(error))[-1])
 
 
-def _imported(text: str) -> Callable[[], Any]:
+def _import_callable(text: str) -> Callable[[], Any]:
     module_name, _, path = text.partition(":")
     if "" not in sys.path and "." not in sys.path:
         sys.path.insert(0, "")  # the current folder: a console script does not have it on its path
@@ -187,7 +187,7 @@ def _imported(text: str) -> Callable[[], Any]:
         return isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
 
     try:
-        with _own_code(text, passes=is_missing):
+        with _name_user_errors(text, passes=is_missing):
             found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise WrongUse(

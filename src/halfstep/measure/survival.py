@@ -283,7 +283,7 @@ class _Judged:
         outcome = self._outcome(name, make)
         assert outcome.rounding is not None
         ranges = outcome.rounding.ranges
-        error, lost_share, lost = _compared(self.reference.gradients, outcome.gradients)
+        error, lost_share, lost = _compare_gradients(self.reference.gradients, outcome.gradients)
         survives = self._survives(outcome)
         event = ranges.first_on_the_way_forward
         # Overflows in backward count only if they reach the gradient of a parameter.
@@ -318,10 +318,10 @@ class _Judged:
     def _survives(self, outcome: EmulatedStep) -> bool:
         if not (outcome.fits and self.reference_is_finite):
             return False
-        error, lost, _ = _compared(self.reference.gradients, outcome.gradients)
-        return error is not None and lost is not None and lost <= TOLERATED_LOSS and not self._too_far(error)
+        error, lost, _ = _compare_gradients(self.reference.gradients, outcome.gradients)
+        return error is not None and lost is not None and lost <= TOLERATED_LOSS and not self._is_too_far(error)
 
-    def _too_far(self, error: float) -> bool:
+    def _is_too_far(self, error: float) -> bool:
         """Return whether finite gradients are too far from fp32's to be useful."""
         return error > TOLERATED_ERROR and error > TIMES_BF16 * self._bf16_error
 
@@ -332,7 +332,7 @@ class _Judged:
     @property
     def _bf16_error(self) -> float:
         """Return bf16's relative error: with small batches and normalization, any rounding error may be large."""
-        return _compared(self.reference.gradients, self._bf16.gradients)[0] or 0.0
+        return _compare_gradients(self.reference.gradients, self._bf16.gradients)[0] or 0.0
 
     def _unscaled_underflow(self, outcome: EmulatedStep, make: MakeEmulator) -> float:
         unscaled = outcome if outcome.scale == 1.0 else step(self.case, self.device, make())
@@ -354,7 +354,7 @@ class _Judged:
             return f"the loss is not finite though nothing overflows{place}: a division by a number that vanished"
         if lost is not None and lost > TOLERATED_LOSS:
             return f"gradients vanish: {lost:.0%} of their norm in fp32"
-        if error is not None and self._too_far(error):
+        if error is not None and self._is_too_far(error):
             return (
                 f"does not survive: its gradients differ from fp32's by {error:.0%}, bf16's by {self._bf16_error:.0%}"
             )
@@ -387,7 +387,9 @@ class _Judged:
         return (*notes, "one step on one batch: weights and gradients of later steps may have a different range")
 
 
-def _compared(wanted: Gradients, found: Gradients) -> tuple[float | None, float | None, tuple[LostGradient, ...]]:
+def _compare_gradients(
+    wanted: Gradients, found: Gradients
+) -> tuple[float | None, float | None, tuple[LostGradient, ...]]:
     """Return the relative error, the share of the norm that vanished, and the largest vanished gradients.
 
     The numbers are None if the gradients are non-finite.

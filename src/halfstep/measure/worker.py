@@ -32,9 +32,9 @@ def main(open_case: Callable[..., Any] | None = None, do: Callable[..., Any] | N
     candidate: Any = None
     for question in _questions():
         if candidate is None:
-            candidate = _answered(answers, partial(open_case or _open, question))
+            candidate = _answer_request(answers, partial(open_case or _open, question))
         else:
-            _answered(answers, partial(do or _do, candidate, question))
+            _answer_request(answers, partial(do or _do, candidate, question))
 
 
 def _questions() -> Iterator[dict[str, Any]]:
@@ -77,7 +77,7 @@ def _do(candidate: Any, question: dict[str, Any]) -> tuple[Any, object]:
     return candidate, _DO[question.pop("do")](candidate, **question)
 
 
-def _timed_update(candidate: Any) -> object:
+def _time_update(candidate: Any) -> object:
     from halfstep.measure.candidate import timed_update
 
     return timed_update(candidate)
@@ -92,7 +92,7 @@ def _peak_bytes(candidate: Any) -> object:
 _DO: dict[str, Callable[..., object]] = {
     "seconds": lambda candidate, steps: candidate.seconds(steps),
     "losses": lambda candidate, steps: candidate.losses(steps),
-    "update": _timed_update,
+    "update": _time_update,
     "memory": _peak_bytes,
     "trail": lambda candidate, steps: candidate.trail[:steps],
     "graphs": lambda candidate: candidate.graphs,
@@ -100,7 +100,7 @@ _DO: dict[str, Callable[..., object]] = {
 }
 
 
-def _answered(answers: IO[str], work: Callable[[], tuple[Any, object]]) -> Any:
+def _answer_request(answers: IO[str], work: Callable[[], tuple[Any, object]]) -> Any:
     """Run the request and print its answer. An error does not end the process; the next request may succeed."""
     result = None
     try:

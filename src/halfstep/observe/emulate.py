@@ -224,7 +224,7 @@ class RoundedOutputs(FormatEmulator):
             return self._cast(function, arguments, keywords)
         if not _computes(function, arguments, keywords):
             return as_it_is(function, arguments, keywords)
-        written = _written(function, arguments, keywords)
+        written = _written_tensors(function, arguments, keywords)
         if written:
             # Only the plain in-place form is emulated; others write several tensors, or another one than the first.
             in_place = len(written) == len(function._schema.returns) == 1 and written[0] is arguments[0]
@@ -267,7 +267,9 @@ class RoundedOutputs(FormatEmulator):
         """Return the dtype of each result; None if torch cannot tell without values."""
         known_by = (function, tuple(map(_kind, pytree.tree_leaves((arguments, dict(keywords))))))
         if known_by not in self._known:
-            self._known[known_by] = _of_group_norm(function, arguments) or _asked(function, arguments, keywords)
+            self._known[known_by] = _group_norm_dtypes(function, arguments) or _fake_dtypes(
+                function, arguments, keywords
+            )
         return self._known[known_by]
 
 
@@ -346,10 +348,10 @@ class RoundedBlocks(RoundedOperands):
         scales = rounded_to(FP8_E4M3, largest * whole / NVFP4.largest).clamp(min=FP8_E4M3.smallest)
         factor = (whole / scales).repeat_interleave(_BLOCK, -1)[..., : rows.shape[-1]].movedim(-1, dim)
         scaled = wide * factor
-        return scaled, _in_e2m1(scaled, at_random=gradient), factor, NVFP4
+        return scaled, _round_to_e2m1(scaled, at_random=gradient), factor, NVFP4
 
 
-def _in_e2m1(tensor: Tensor, *, at_random: bool) -> Tensor:
+def _round_to_e2m1(tensor: Tensor, *, at_random: bool) -> Tensor:
     size = tensor.abs()
     step = 0.5 + 0.5 * (size >= 2.0) + 1.0 * (size >= 4.0)
     steps = tensor / step
@@ -371,7 +373,7 @@ def _computes(function: OpOverload, arguments: tuple[Any, ...], keywords: Mappin
     return any(is_narrow(leaf.dtype) for leaf in floating) or bool(floating and asked_for and is_narrow(asked_for))
 
 
-def _written(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> list[Tensor]:
+def _written_tensors(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> list[Tensor]:
     """Return the narrow tensors that an operation writes into."""
     taken = function._schema.arguments
     given = {**dict(zip((a.name for a in taken), arguments, strict=False)), **keywords}
@@ -405,7 +407,7 @@ def _kind(leaf: Any) -> Hashable:
     return type(leaf).__name__
 
 
-def _of_group_norm(function: OpOverload, arguments: tuple[Any, ...]) -> list[torch.dtype | None] | None:
+def _group_norm_dtypes(function: OpOverload, arguments: tuple[Any, ...]) -> list[torch.dtype | None] | None:
     """Return the result dtypes of group norm: torch's fake kernel ignores that wide weights make wide statistics."""
     places = {_aten.native_group_norm: (0, 1), _aten.native_group_norm_backward: (1, 4)}.get(function._overloadpacket)
     if places is None:
@@ -415,7 +417,7 @@ def _of_group_norm(function: OpOverload, arguments: tuple[Any, ...]) -> list[tor
     return [given.dtype, aside, aside]
 
 
-def _asked(
+def _fake_dtypes(
     function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]
 ) -> list[torch.dtype | None] | None:
     """Return the result dtypes by running the operation on fake tensors; None if that fails."""

@@ -58,18 +58,18 @@ def _backward_of(forward: Callable[..., int]) -> Callable[..., int]:
     return backward
 
 
-def _grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+def _count_grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
     """Count products of groups of rows, each with its own matrix."""
     if left.dim() == 3 and right.dim() == 2:
         return 2 * left.shape[-2] * right.numel()
     return 2 * left.numel() * right.shape[-1]
 
 
-def _of_vector(matrix: Tensor, *_: Any, **__: Any) -> int:
+def _count_vector_product(matrix: Tensor, *_: Any, **__: Any) -> int:
     return 2 * matrix.numel()
 
 
-def _added_to_vector(_bias: Tensor, matrix: Tensor, *_: Any, **__: Any) -> int:
+def _count_addmv(_bias: Tensor, matrix: Tensor, *_: Any, **__: Any) -> int:
     return 2 * matrix.numel()
 
 
@@ -84,13 +84,13 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._cudnn_rnn_backward: _backward_of(_recurrent_layers),
     _aten.miopen_rnn: _recurrent_layers,
     _aten.miopen_rnn_backward: _backward_of(_recurrent_layers),
-    _aten._grouped_mm: _grouped,
-    _aten._scaled_grouped_mm: _grouped,
-    _aten._scaled_mm_v2: _grouped,
-    _aten.mv: _of_vector,
-    _aten.dot: _of_vector,
-    _aten.vdot: _of_vector,
-    _aten.addmv: _added_to_vector,
+    _aten._grouped_mm: _count_grouped,
+    _aten._scaled_grouped_mm: _count_grouped,
+    _aten._scaled_mm_v2: _count_grouped,
+    _aten.mv: _count_vector_product,
+    _aten.dot: _count_vector_product,
+    _aten.vdot: _count_vector_product,
+    _aten.addmv: _count_addmv,
     _aten._sparse_addmm: flop_counter.addmm_flop,
 }
 _ADDED = (
@@ -111,11 +111,11 @@ def flops(operation: Operation) -> int:
     if not operands or not all(operand.is_floating_point() for operand in operands):
         return 0
     if any(operand.layout is not torch.strided for operand in operands):
-        return _of_sparse(operands)
-    return _by_formula(operation)
+        return _count_sparse_product(operands)
+    return _count_by_formula(operation)
 
 
-def _by_formula(operation: Operation) -> int:
+def _count_by_formula(operation: Operation) -> int:
     keywords = {name: value for name, value in operation.keywords.items() if name != "out"}
     return int(_FORMULAS[_packet(operation)](*operation.arguments, **keywords, out_val=operation.result))
 
@@ -168,12 +168,12 @@ def _is_wide(operation: Operation) -> bool:
     )
 
 
-def _wide_flops(operation: Operation) -> int | None:
+def _count_wide_flops(operation: Operation) -> int | None:
     """Return about how many FLOPs wide work has; None if no rule counts them."""
     packet, given = _packet(operation), _floating(operation)
     if packet in _FORMULAS:
         # A complex product is four real ones.
-        return _by_formula(operation) * (4 if given and given[0].is_complex() else 1)
+        return _count_by_formula(operation) * (4 if given and given[0].is_complex() else 1)
     name, sizes = packet.__name__.strip("_").removeprefix("linalg_"), [_numbers(tensor) for tensor in given]
     if not given:
         return None
@@ -231,7 +231,7 @@ def guessed(operation: Operation) -> tuple[int, str]:
     For a product of two matrices the square root is exact: (m k)(k n)(m n) = (m n k)².
     """
     given = sorted(_floating(operation), key=_numbers, reverse=True)
-    if _is_wide(operation) and (work := _wide_flops(operation)) is not None:
+    if _is_wide(operation) and (work := _count_wide_flops(operation)) is not None:
         return work, _format(given[0])
     made = [leaf for leaf in pytree.tree_leaves(operation.result) if isinstance(leaf, Tensor)]
     out = max(map(_numbers, made), default=1)
@@ -259,7 +259,7 @@ def _operands(operation: Operation) -> list[Tensor]:
     return [item for item in given if isinstance(item, Tensor)]
 
 
-def _of_sparse(operands: list[Tensor]) -> int:
+def _count_sparse_product(operands: list[Tensor]) -> int:
     """Count the product of a sparse and a dense matrix; a product of two sparse ones is not counted."""
     sparse = [operand for operand in operands if operand.layout is not torch.strided]
     dense = [operand for operand in operands if operand.layout is torch.strided]

@@ -67,7 +67,9 @@ class _Expected:
         self._exact, self._spread = (exact, spread) if self.calls == 1 else (self._exact + exact, self._spread + spread)
 
     def compared(self, got: Tensor) -> Tensor:
-        return _compared(got[self.places], self._exact, self._spread, torch.zeros(()), self._format, self._roundings)
+        return _compare_sums(
+            got[self.places], self._exact, self._spread, torch.zeros(()), self._format, self._roundings
+        )
 
 
 class LayerSums:
@@ -98,10 +100,10 @@ class LayerSums:
         if not output.requires_grad:
             return
         version, key = given._version, id(given)
-        output.register_hook(lambda gradient: self._arrived(layer, given, version, gradient))
+        output.register_hook(lambda gradient: self._add_gradient(layer, given, version, gradient))
         if isinstance(layer, nn.Linear) and given.requires_grad and key not in self._inputs:
             self._inputs[key] = _Expected(format)
-            given.register_hook(lambda gradient: self._returned(path, key, gradient))
+            given.register_hook(lambda gradient: self._compare_returned(path, key, gradient))
 
     def compare_gradients(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Compare the gradients of parameters after backward; none is the same as zeros."""
@@ -111,7 +113,7 @@ class LayerSums:
                     got = torch.zeros_like(plain(parameter)) if parameter.grad is None else plain(parameter.grad)
                     self._numbers[ComparedPart(PARAMETER, name)] = self._parameters[id(parameter)].compared(got)
 
-    def _arrived(self, layer: Any, given: Tensor, version: int, gradient: Tensor) -> None:
+    def _add_gradient(self, layer: Any, given: Tensor, version: int, gradient: Tensor) -> None:
         """Add the terms of one call, when the gradient of its output arrives."""
         own, format = [layer._parameters.get(name) for name in ("weight", "bias")], format_in(layer, self._format)
         weight, bias = (p if p is not None and p.requires_grad else None for p in own)
@@ -121,23 +123,23 @@ class LayerSums:
                 return
             # Norms compute in fp32 from what they are given; autocast rounds for the others.
             is_norm, d = isinstance(layer, _NORMS), gradient.detach().float()
-            x = given.detach().float() if is_norm else _rounded(given.detach(), format)
+            x = given.detach().float() if is_norm else _round_to(given.detach(), format)
             if isinstance(layer, nn.Linear):
                 x, d = x.reshape(-1, x.shape[-1]), d.reshape(-1, d.shape[-1])
             # Some kernels add up rows (of norms) and samples (of convolutions) in the format.
             added = len(d) if isinstance(layer, _CONVOLUTIONS) else 1
             roundings = d.numel() // layer.weight.numel() if is_norm and weight is not None else added
             if bias is not None:
-                terms = slice(None), _over(layer, d), _over(layer, d.square())
+                terms = slice(None), _sum_except_bias(layer, d), _sum_except_bias(layer, d.square())
                 self._parameters.setdefault(id(bias), _Expected(format)).add(*terms, roundings)
             if weight is not None:
                 terms = _weight_terms(layer, x, d)
                 self._parameters.setdefault(id(weight), _Expected(format)).add(*terms, roundings)
             if id(given) in self._inputs and isinstance(layer, nn.Linear):
-                rows, w = places(len(d), _ROWS).to(d.device), _rounded(plain(layer.weight).detach(), format)
+                rows, w = places(len(d), _ROWS).to(d.device), _round_to(plain(layer.weight).detach(), format)
                 self._inputs[id(given)].add(rows, d[rows] @ w, d[rows].square() @ w.square())
 
-    def _returned(self, path: str, key: int, gradient: Tensor) -> None:
+    def _compare_returned(self, path: str, key: int, gradient: Tensor) -> None:
         """Compare the gradient that a linear layer returns, where nothing else is given the same input."""
         expected = self._inputs.pop(key, None)
         if expected is not None and expected.calls == 1:
@@ -182,19 +184,19 @@ def _results(layer: Any, given: Tensor, output: Tensor, format: Format) -> Tenso
         most, given, output = _CHANNELS if layer.groups == 1 else len(weight), given[:1], output[:1]
     columns = places(len(weight), most).to(weight.device)
     # Rounded as the layer rounds them: what remains is the rounding of its result.
-    x, w = _rounded(given, format), _rounded(weight[columns], format)
-    product, spread = _multiplied(layer, x, w), _multiplied(layer, x.square(), w.square())
+    x, w = _round_to(given, format), _round_to(weight[columns], format)
+    product, spread = _multiply(layer, x, w), _multiply(layer, x.square(), w.square())
     if product.shape != output[:, columns].shape:
         return None
-    added = w.new_zeros(len(w)) if bias is None else _rounded(bias[columns], format)
-    return _compared(output[:, columns], product, spread, added.view(-1, *[1] * (product.ndim - 2)), format, 1)
+    added = w.new_zeros(len(w)) if bias is None else _round_to(bias[columns], format)
+    return _compare_sums(output[:, columns], product, spread, added.view(-1, *[1] * (product.ndim - 2)), format, 1)
 
 
 def _weight_terms(layer: Any, x: Tensor, d: Tensor) -> tuple[Any, Tensor, Tensor]:
     """Return which rows of a weight's gradient are known, their sums, and the sums of squared terms."""
     if isinstance(layer, _NORMS):
-        terms = d * _normalized(layer, x)
-        return slice(None), _over(layer, terms), _over(layer, terms.square())
+        terms = d * _normalize_input(layer, x)
+        return slice(None), _sum_except_bias(layer, terms), _sum_except_bias(layer, terms.square())
     most = max(4, len(layer.weight) // _PART)
     rows = places(len(layer.weight), most if isinstance(layer, nn.Linear) or layer.groups == 1 else len(layer.weight))
     rows, d = rows.to(d.device), d[:, rows.to(d.device)]
@@ -202,18 +204,18 @@ def _weight_terms(layer: Any, x: Tensor, d: Tensor) -> tuple[Any, Tensor, Tensor
         return rows, d.T @ x, d.T.square() @ x.square()
     with torch.enable_grad():
         w = plain(layer.weight).detach()[rows].float().requires_grad_()
-        exact = torch.autograd.grad(_multiplied(layer, x, w), w, d)[0]
-        return rows, exact, torch.autograd.grad(_multiplied(layer, x.square(), w), w, d.square())[0]
+        exact = torch.autograd.grad(_multiply(layer, x, w), w, d)[0]
+        return rows, exact, torch.autograd.grad(_multiply(layer, x.square(), w), w, d.square())[0]
 
 
-def _over(layer: Any, terms: Tensor) -> Tensor:
+def _sum_except_bias(layer: Any, terms: Tensor) -> Tensor:
     """Sum over everything but the elements of a bias."""
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         return terms.reshape(-1, *layer.normalized_shape).sum(0)
     return terms.transpose(0, 1).flatten(1).sum(1)
 
 
-def _normalized(layer: Any, x: Tensor) -> Tensor:
+def _normalize_input(layer: Any, x: Tensor) -> Tensor:
     if isinstance(layer, nn.LayerNorm):
         return functional.layer_norm(x, layer.normalized_shape, eps=layer.eps)
     if isinstance(layer, nn.RMSNorm):
@@ -225,16 +227,18 @@ def _normalized(layer: Any, x: Tensor) -> Tensor:
     return functional.batch_norm(x, mean, variance, training=own, eps=layer.eps)
 
 
-def _multiplied(layer: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+def _multiply(layer: Any, inputs: Tensor, weight: Tensor) -> Tensor:
     found: Tensor = inputs @ weight.T if isinstance(layer, nn.Linear) else layer._conv_forward(inputs, weight, None)
     return found
 
 
-def _rounded(tensor: Tensor, format: Format) -> Tensor:
+def _round_to(tensor: Tensor, format: Format) -> Tensor:
     return tensor.float() if format.dtype is None else tensor.to(format.dtype).float()
 
 
-def _compared(got: Tensor, product: Tensor, spread: Tensor, added: Tensor, format: Format, roundings: int) -> Tensor:
+def _compare_sums(
+    got: Tensor, product: Tensor, spread: Tensor, added: Tensor, format: Format, roundings: int
+) -> Tensor:
     """Return the numbers of Sums: `got` against `product + added`, whose squared terms add up to `spread`."""
     exact, added = product + added.to(product.device), added.to(product.device)
     usable = exact.isfinite() & spread.isfinite() & got.isfinite()

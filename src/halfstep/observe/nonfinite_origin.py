@@ -212,7 +212,7 @@ class NonfiniteOrigins:
     def reaching(self, tensors: Iterable[Tensor]) -> Made | None:
         """Return the first origin of the non-finite values in these tensors; None if all are finite."""
         ends = [made for tensor in tensors if (made := self._of(tensor)) is not None]
-        return _first(ends) or _left_nothing(ends)
+        return _first(ends) or _find_masked_reduction(ends)
 
     def reaching_backward(self) -> Made | None:
         """Return the same for the gradients of a sharded model, which depend on other ranks as well."""
@@ -246,10 +246,10 @@ class NonfiniteOrigins:
         written = {storage_key(tensor) for tensor in written_by(operation)}
         return replace(
             made,
-            given=tuple(_given(tensor, written=storage_key(tensor) in written) for tensor in inputs),
+            given=tuple(_describe_input(tensor, written=storage_key(tensor) in written) for tensor in inputs),
             operands=_operands(operation, written),
-            in_fp32=_in_fp32(operation),
-            in_fp64=_in_fp64(operation, inputs),
+            in_fp32=_repeat_in_fp32(operation),
+            in_fp64=_repeat_in_fp64(operation, inputs),
             selects_nothing=_selects_nothing(operation),
         )
 
@@ -286,9 +286,9 @@ class NonfiniteOrigins:
         if key in self._bad:
             return self._bad[key][1]
         # Computed, but never recorded as non-finite: `empty` made it, and its values mean nothing.
-        return None if key in self._computed else self._from_outside(tensor, key)
+        return None if key in self._computed else self._origin_outside(tensor, key)
 
-    def _from_outside(self, tensor: Tensor, key: int) -> Made:
+    def _origin_outside(self, tensor: Tensor, key: int) -> Made:
         if key not in self._outside:
             kinds, name = kinds_of(tensor), self._names.get(key, CONSTANT)
             # A constant of -inf is a mask. In a weight or in the batch it is not assumed to be one.
@@ -301,10 +301,10 @@ def _first(ends: list[Made]) -> Made | None:
     """Return the first origin of all that led to these."""
     # A batch may contain a mask of -inf, which is named only if there is no other origin.
     origins = [made for made in _behind(ends, lambda made: made.parents) if made.is_origin]
-    return min(origins, key=lambda made: (_may_be_a_mask(made), made.order), default=None)
+    return min(origins, key=lambda made: (_is_perhaps_mask(made), made.order), default=None)
 
 
-def _left_nothing(ends: list[Made]) -> Made | None:
+def _find_masked_reduction(ends: list[Made]) -> Made | None:
     """Return the first reduction that had only requested infinities to work on, where there is no origin."""
     reducing = [made for made in _behind(ends, lambda made: made.meant_by) if made.reduces]
     return min(reducing or ends, key=lambda made: made.order, default=None)
@@ -322,11 +322,11 @@ def _behind(ends: list[Made], led_by: Callable[[Made], tuple[Made, ...]]) -> lis
     return list(found.values())
 
 
-def _may_be_a_mask(made: Made) -> bool:
+def _is_perhaps_mask(made: Made) -> bool:
     return made.outside is not None and made.outside.startswith(BATCH) and made.kinds == {MINUS_INF}
 
 
-def _given(tensor: Tensor, *, written: bool = False) -> OperationInput:
+def _describe_input(tensor: Tensor, *, written: bool = False) -> OperationInput:
     """Describe an input; if it was `written`, it holds the result by now, and its non-finite values were not given."""
     has_zero = bool((tensor == 0).any())
     has_negative = not tensor.is_complex() and bool((tensor < 0).any())
@@ -341,7 +341,7 @@ def _operands(operation: Operation, written: set[int]) -> tuple[OperationInput, 
             argument = torch.tensor(float(argument))
         if not isinstance(argument, Tensor) or argument.layout is not torch.strided or argument.is_meta:
             break
-        found.append(_given(local(argument), written=storage_key(argument) in written))
+        found.append(_describe_input(local(argument), written=storage_key(argument) in written))
     return tuple(found)
 
 
@@ -367,7 +367,7 @@ def _selects_nothing(operation: Operation) -> bool:
     return not counted.numel() or (weight is not None and not bool(weight[counted].any()))
 
 
-def _in_fp64(operation: Operation, inputs: list[Tensor]) -> float | None:
+def _repeat_in_fp64(operation: Operation, inputs: list[Tensor]) -> float | None:
     """Return the result's largest value in fp64, to tell an undefined result from one too large for fp32."""
     if _namespace(operation) != "aten" or _overwrites(operation):
         return None
@@ -385,7 +385,7 @@ def _overwrites(operation: Operation) -> bool:
     return _packet(operation) not in _NORMALIZES and bool(written_by(operation))
 
 
-def _without_statistics(operation: Operation) -> tuple[Any, ...]:
+def _copy_statistics(operation: Operation) -> tuple[Any, ...]:
     """Return the arguments with copies of the running statistics: a second call must not update them twice."""
     if _packet(operation) not in _NORMALIZES:
         return operation.arguments
@@ -399,13 +399,13 @@ def _wide(leaf: Any) -> Any:
     return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
 
-def _in_fp32(operation: Operation) -> float | None:
+def _repeat_in_fp32(operation: Operation) -> float | None:
     if _namespace(operation) != "aten":
         return None  # a second call of a collective would wait forever
     if _overwrites(operation):
         return None  # its input is overwritten
     try:
-        wide = _tensors(run_wide(operation.function, _without_statistics(operation), operation.keywords))
+        wide = _tensors(run_wide(operation.function, _copy_statistics(operation), operation.keywords))
     except (RuntimeError, NotImplementedError):
         return None
     return max(map(largest_finite, wide)) if wide and all(map(all_finite, wide)) else None

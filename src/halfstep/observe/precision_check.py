@@ -38,7 +38,7 @@ def not_observed(asked: str, seen: Observation) -> PrecisionNotObserved:
     elif seen.expected == FP32.name and most in (BF16.name, FP16.name):
         remedy = f"precision={most!r} for a base stored in {most}, or model.float()"
     return PrecisionNotObserved(
-        f"{asked} was requested, but matrix products and convolutions ran in {_by_format(seen)}: "
+        f"{asked} was requested, but matrix products and convolutions ran in {_format_shares(seen)}: "
         + ", ".join(list(seen.strays)[:_NAMED]),
         allowed=f"{SHARE_REQUIRED:.0%} of the work outside islands in {seen.expected}",
         do=remedy,
@@ -50,7 +50,7 @@ def changed(asked: str, seen: Observation) -> Finding:
     return Finding(
         "precision.changed",
         "warning",
-        f"{asked} was requested, but now matrix products and convolutions run in {_by_format(seen)}: "
+        f"{asked} was requested, but now matrix products and convolutions run in {_format_shares(seen)}: "
         + ", ".join(list(seen.strays)[:_NAMED]),
         "remove casts and autocast(enabled=False) there, or declare it with island()",
     )
@@ -68,7 +68,7 @@ def doubtful(asked: str, seen: Observation) -> Finding:
     )
 
 
-def _by_format(seen: Observation) -> str:
+def _format_shares(seen: Observation) -> str:
     total = sum(seen.flops.values())
     return ", ".join(f"{name} {share(part / total)}" for name, part in seen.flops.items())
 
@@ -125,7 +125,7 @@ class Watch:
         """
         self._inner, self._model, self._precision, self._done = inner, model, precision, done
         self._emit, self._memory = emit, memory
-        self._own_functions = OwnFunctions(self._maker, self._spotted)
+        self._own_functions = OwnFunctions(self._maker, self._report_finding)
         self._recording: tuple[WorkByFormat, Recorder] | None = None
         self._active = ExitStack()
 
@@ -170,7 +170,7 @@ class Watch:
         assert self._recording is not None, "an origin of backward is looked up while the step is recorded"
         return self._recording[1].maker(node)
 
-    def _spotted(self, finding: Finding, module: str, line: str | None) -> None:
+    def _report_finding(self, finding: Finding, module: str, line: str | None) -> None:
         """Report a finding at once, because the backward that follows may end the step."""
         self._emit([placed(finding, module, line)])
 

@@ -112,7 +112,7 @@ _SENDS = ("send", "barrier", "monitored_barrier_", "check_for_nan")
 
 def written_by(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> list[Tensor]:
     """Return the tensors among the arguments that an operation is about to write into."""
-    places, statistics = _written_positions(function)
+    places, statistics = _find_written_positions(function)
     if not places and not statistics:
         return []
     found = [_argument_at(place, name, arguments, keywords) for place, name in places]
@@ -125,7 +125,7 @@ Places = tuple[tuple[int, str], ...]
 
 
 @cache
-def _written_positions(function: OpOverload) -> tuple[Places, Places]:
+def _find_written_positions(function: OpOverload) -> tuple[Places, Places]:
     """Return the positions and names of written arguments, and of running statistics that are written in training."""
     taken = list(enumerate(function._schema.arguments))
     name = function._schema.name.rpartition("::")[2]

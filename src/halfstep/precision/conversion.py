@@ -70,7 +70,7 @@ def eligible_layers(
         if weight is None:
             continue
         kind = kinds if isinstance(kinds, str) else kinds.get(path, "")
-        reason = _not_converted(module, weight, kind, tied=used[id(weight)] > 1)
+        reason = _skip_reason(module, weight, kind, tied=used[id(weight)] > 1)
         if any(is_inside(path, island) for island in wide):
             reason = "it is in an fp32 island"
         inputs, outputs = weight.shape[1:].numel(), weight.shape[0]
@@ -81,7 +81,7 @@ def eligible_layers(
     return [row._replace(share=each / sum(work)) for row, each in zip(found, work, strict=True)]
 
 
-def _not_converted(module: nn.Module, weight: Tensor, kind: str, *, tied: bool) -> str:
+def _skip_reason(module: nn.Module, weight: Tensor, kind: str, *, tied: bool) -> str:
     # FSDP2 makes another class of each module that is sharded by itself.
     first, *others = type(module).__bases__
     before = others[0] if others and first.__name__ == "FSDPModule" else type(module)
@@ -140,13 +140,13 @@ def convert_layers(model: nn.Module, kinds: Mapping[str, str]) -> None:
             emulated[place] = _is_emulated(*place)
         converted, attributes = computing_in(kind, emulate=emulated[place])
         own = type(layer)
-        layer.__class__ = converted if own is nn.Linear else _sharded(own, converted)  # type: ignore[arg-type]  # a class can be hashed
+        layer.__class__ = converted if own is nn.Linear else _sharded_class(own, converted)  # type: ignore[arg-type]  # a class can be hashed
         vars(layer).update(attributes)
         setattr(layer, MARK, LayerConversion(kind, tuple(attributes), own, layer.weight.device))
 
 
 @cache
-def _sharded(own: type, converted: type) -> type:
+def _sharded_class(own: type, converted: type) -> type:
     """Return the class that FSDP2 would have made of the converted class."""
     inside = {name: value for name, value in vars(own).items() if name == "__deepcopy__"}
     return type(own.__name__, (own.__bases__[0], converted), inside)

@@ -50,7 +50,7 @@ def _set(switch: Switch, value: str) -> None:
     torch._C._set_fp32_precision_setter(*switch, value)
 
 
-def _as_set(switch: Switch) -> str:
+def _read_own_value(switch: Switch) -> str:
     """Return the value of a switch itself: `none` where it follows the one above it."""
     now, above = read(switch), _GENERIC if switch[1] == _ALL else (switch[0], _ALL)
     if switch == ONEDNN_GPU:
@@ -58,7 +58,7 @@ def _as_set(switch: Switch) -> str:
     if now == _NONE or read(above) != now:
         return now
     # torch returns effective values only. So the switch above is flipped for a moment, to see whether this one follows.
-    before = _as_set(above) if above != _GENERIC else now
+    before = _read_own_value(above) if above != _GENERIC else now
     _set(above, "ieee" if now == "tf32" else "tf32")
     followed = read(switch) != now
     _set(above, before)
@@ -94,11 +94,11 @@ class SavedFlags(NamedTuple):
 
 def save() -> SavedFlags:
     """Return the current values, also where the two interfaces contradict each other already."""
-    switches = tuple((switch, _as_set(switch)) for switch in _moved())
-    return SavedFlags(switches, _old_matmul(switches), _old_cudnn(switches))
+    switches = tuple((switch, _read_own_value(switch)) for switch in _list_moved())
+    return SavedFlags(switches, _read_old_matmul(switches), _read_old_cudnn(switches))
 
 
-def _old_matmul(switches: tuple[tuple[Switch, str], ...]) -> str:
+def _read_old_matmul(switches: tuple[tuple[Switch, str], ...]) -> str:
     try:
         return str(torch._C._get_float32_matmul_precision())
     except RuntimeError:  # torch refuses to return it while the new switches contradict it
@@ -110,7 +110,7 @@ def _old_matmul(switches: tuple[tuple[Switch, str], ...]) -> str:
         return before
 
 
-def _old_cudnn(switches: tuple[tuple[Switch, str], ...]) -> bool:
+def _read_old_cudnn(switches: tuple[tuple[Switch, str], ...]) -> bool:
     try:
         return bool(torch._C._get_cudnn_allow_tf32())
     except RuntimeError:
@@ -132,11 +132,11 @@ def move(mode: Fp32Mode) -> None:
     """Set every switch of both interfaces, so that none contradicts another."""
     torch._C._set_float32_matmul_precision(_OF_MODE[mode])
     torch._C._set_cudnn_allow_tf32(mode == "tf32")
-    for switch in _moved():
+    for switch in _list_moved():
         _set(switch, mode)
 
 
-def _moved() -> tuple[Switch, ...]:
+def _list_moved() -> tuple[Switch, ...]:
     return (*_MOVED, ONEDNN_GPU) if torch.xpu._is_compiled() else _MOVED
 
 

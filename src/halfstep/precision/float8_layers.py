@@ -20,7 +20,7 @@ BLOCK = 32
 _RECIPES = {"fp8": "tensorwise", "fp8-rowwise": "rowwise", "fp8-rowwise-gw-hp": "rowwise_with_gw_hp"}
 
 
-def _as_autocast(input: Tensor) -> Tensor:
+def _cast_as_autocast(input: Tensor) -> Tensor:
     """Return the input in the format of autocast, as a linear layer gets it: torchao only asks for CUDA's."""
     kind = input.device.type
     return input.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else input
@@ -48,7 +48,7 @@ class Float8Layer(Float8Linear):
     """A linear layer in fp8."""
 
     def forward(self, input: Tensor) -> Tensor:
-        given = _as_autocast(input)
+        given = _cast_as_autocast(input)
         if not given.numel():  # torchao has no scale for it; an expert may get no rows
             return nn.Linear.forward(self, input)
         # Autocast would round the emulation's own products.
@@ -62,7 +62,7 @@ class Mxfp8Layer(MXFP8Linear):
     """A linear layer in mxfp8; rows are filled up to whole blocks, since the weight's gradient sums over them."""
 
     def forward(self, input: Tensor) -> Tensor:
-        given = _as_autocast(input)
+        given = _cast_as_autocast(input)
         if not given.numel():
             return nn.Linear.forward(self, input)
         rows = given.reshape(-1, given.shape[-1])

@@ -99,22 +99,24 @@ def _cuda(device: Device, format_name: str) -> Ability:
     if format_name == "fp16":
         return _cuda_fp16(has)
     if format_name == "mxfp8" and has >= (11, 0):
-        return Ability(False, f"compute capability {_dotted(has)}: torchao has mxfp8 kernels for 10.x only")
+        return Ability(False, f"compute capability {_format_version(has)}: torchao has mxfp8 kernels for 10.x only")
     since, lack, gain = _CUDA_SINCE[format_name]
     if has >= since:
-        return Ability(True, f"compute capability {_dotted(has)} >= {_dotted(since)}: {gain}")
-    return Ability(False, f"compute capability {_dotted(has)} < {_dotted(since)}: {lack}", format_name == "bf16")
+        return Ability(True, f"compute capability {_format_version(has)} >= {_format_version(since)}: {gain}")
+    return Ability(
+        False, f"compute capability {_format_version(has)} < {_format_version(since)}: {lack}", format_name == "bf16"
+    )
 
 
 def _cuda_fp16(has: tuple[int, int]) -> Ability:
     if has >= (7, 0):
-        return Ability(True, f"compute capability {_dotted(has)} >= 7.0: fp16 tensor cores")
+        return Ability(True, f"compute capability {_format_version(has)} >= 7.0: fp16 tensor cores")
     if has in _DOUBLE_RATE_FP16:
-        return Ability(True, f"compute capability {_dotted(has)}: fp16 at double rate, without tensor cores")
+        return Ability(True, f"compute capability {_format_version(has)}: fp16 at double rate, without tensor cores")
     # The consumer Pascal chips, between two that have fp16 at double rate: `>= 6.0` would be wrong.
     if has == (6, 1):
         return Ability(False, "compute capability 6.1: fp16 runs at 1/64 of fp32's rate", emulated=True)
-    return Ability(False, f"compute capability {_dotted(has)} < 7.0: fp16 is emulated", emulated=True)
+    return Ability(False, f"compute capability {_format_version(has)} < 7.0: fp16 is emulated", emulated=True)
 
 
 # By the beginning of the architecture's name; the longest match counts.
@@ -172,11 +174,11 @@ def _mps(device: Device, format_name: str) -> Ability:
     if format_name != "bf16":
         return Ability(False, f"Apple GPUs have no {format_name}")
     if device.macos < _MACOS_WITH_BF16:
-        return Ability(False, f"macOS {_dotted(device.macos) or 'of unknown version'} < 14: Metal has no bf16")
+        return Ability(False, f"macOS {_format_version(device.macos) or 'of unknown version'} < 14: Metal has no bf16")
     generation = re.search(r"\bM(\d+)", device.name)
     if generation is None or int(generation[1]) < 3:
         return Ability(False, f"{device.name} is older than the M3: bf16 is emulated", emulated=True)
-    return Ability(True, f"{device.name} on macOS {_dotted(device.macos)} >= 14")
+    return Ability(True, f"{device.name} on macOS {_format_version(device.macos)} >= 14")
 
 
 # In order of preference: the first one found is the reason that is given.
@@ -218,7 +220,7 @@ _RULES: dict[str, Callable[[Device, str], Ability]] = {
 }
 
 
-def _dotted(version: tuple[int, ...]) -> str:
+def _format_version(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
@@ -241,10 +243,10 @@ _WORTH_NAMING = {
 def facts(device: Device) -> dict[str, str]:
     """Return the facts that decide about this device, in words; empty ones are left out."""
     words = {
-        "compute capability": _dotted(device.capability or ()),
+        "compute capability": _format_version(device.capability or ()),
         "architecture": device.arch,
         "instructions": ", ".join(dict.fromkeys(name for flag, name in _WORTH_NAMING.items() if flag in device.isa)),
-        "macOS": _dotted(device.macos),
+        "macOS": _format_version(device.macos),
         "driver": device.driver,
         "torch": device.torch,
     }
@@ -263,7 +265,7 @@ def describe(device: torch.device | str | None = None) -> Device:
     """
     place = str(device if device is not None else torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if place.replace(",", "").isdecimal():
-        place = _numbered(place)
+        place = _name_by_number(place)
     where = _TPU if place.split(":")[0] == "tpu" else _parse(place)
     reader = _READERS.get(where.type)
     if reader is None:
@@ -277,7 +279,7 @@ def describe(device: torch.device | str | None = None) -> Device:
     return reader(where)
 
 
-def _numbered(numbers: str) -> str:
+def _name_by_number(numbers: str) -> str:
     """Return the name of the accelerator of this number, as `--gpu_ids 0` gives it; raise WrongUse for several."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:

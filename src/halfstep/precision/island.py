@@ -105,7 +105,7 @@ def island(target: Any, *paths: str) -> Any:
         WrongUse: The methods of a module cannot be replaced.
     """
     if not isinstance(target, nn.Module):
-        return _widened(target)
+        return _widen_inputs(target)
     for module in [target.get_submodule(path) for path in paths] or [target]:
         restore_layers(module)
         _raise_island(module)
@@ -194,7 +194,7 @@ class Island:
         # Classes created at run time cannot be looked up by name: pickle and deepcopy rebuild from the original one.
         reduced: Any = super().__reduce_ex__(protocol)
         _, arguments, *rest = reduced
-        return (_new_island, (self._halfstep_original, *arguments[1:]), *rest)
+        return (_make_island, (self._halfstep_original, *arguments[1:]), *rest)
 
 
 def _raise_island(module: nn.Module) -> None:
@@ -222,7 +222,7 @@ def _check_can_rise(module: nn.Module) -> None:
     raise WrongUse(given, allowed="modules whose class contains their methods", do=do)
 
 
-def _new_island(original: type[nn.Module], *arguments: Any) -> nn.Module:
+def _make_island(original: type[nn.Module], *arguments: Any) -> nn.Module:
     cls = _island_class(original)
     return cls.__new__(cls, *arguments)
 
@@ -266,16 +266,19 @@ def _compute_wide(method: Callable[..., Any], self: Any, args: Any, kwargs: Any)
     # Weights were widened when the island was made. If they are narrow now, FSDP2 has gathered them so.
     first = next(self.parameters(), None)
     stored_wide = first is None or not is_narrow(first.dtype)
-    with torch.autocast(_device_type(given, self), enabled=False), nullcontext() if stored_wide else _wide(self):
-        out = method(self, *_each_tensor(args, widen), **_each_tensor(kwargs, widen))
+    with (
+        torch.autocast(_device_type(given, self), enabled=False),
+        nullcontext() if stored_wide else _use_wide_weights(self),
+    ):
+        out = method(self, *_map_tensors(args, widen), **_map_tensors(kwargs, widen))
     incoming = next((t.dtype for t in given if is_narrow(t.dtype)), None)
     if incoming is None or not self._halfstep_inside:
         return out
-    return _each_tensor(out, lambda t: t.to(incoming) if t.dtype is torch.float32 else t)
+    return _map_tensors(out, lambda t: t.to(incoming) if t.dtype is torch.float32 else t)
 
 
 @contextmanager
-def _wide(module: nn.Module) -> Iterator[None]:
+def _use_wide_weights(module: nn.Module) -> Iterator[None]:
     """Compute with fp32 copies of weights that are in 16 bits, as FSDP2 gathers them under a mixed precision policy.
 
     What FSDP2 rounded stays rounded; the gradient of each copy flows to the weight that it was made from.
@@ -294,10 +297,10 @@ def _wide(module: nn.Module) -> Iterator[None]:
                 table[name] = parameter
 
 
-def _widened(function: Callable[P, R]) -> Callable[P, R]:
+def _widen_inputs(function: Callable[P, R]) -> Callable[P, R]:
     def compute(args: Any, kwargs: Any) -> R:
         with torch.autocast(_device_type(_tensors((args, kwargs))), enabled=False):
-            return function(*_each_tensor(args, widen), **_each_tensor(kwargs, widen))
+            return function(*_map_tensors(args, widen), **_map_tensors(kwargs, widen))
 
     @functools.wraps(function)
     def wide(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -309,29 +312,29 @@ def _widened(function: Callable[P, R]) -> Callable[P, R]:
     return wide
 
 
-def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply `change` to the floating tensors in plain containers; other objects are returned as they are."""
     if isinstance(value, Tensor):
         return change(value) if value.is_floating_point() else value
     # Exact types: a subclass may have a different constructor.
     if type(value) in (list, tuple):
-        return type(value)(_each_tensor(item, change) for item in value)
+        return type(value)(_map_tensors(item, change) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each_tensor(item, change) for item in value))
+        return type(value)(*(_map_tensors(item, change) for item in value))
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, _each_tensor(item, change)) for key, item in value.items())
+        return type(value)((key, _map_tensors(item, change)) for key, item in value.items())
     return value
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the floating tensors that `_each_tensor` would change."""
+    """Return the floating tensors that `_map_tensors` would change."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    _each_tensor(value, note)
+    _map_tensors(value, note)
     return found
 
 

@@ -210,10 +210,10 @@ _FULL = frozenset({"fp32", "tf32"})
 
 def _word(key: str, value: object) -> Claim | None:
     named = read_precision(value)
-    return _without_format(key, value) if named.name == AMP else Claim(key, value, says=named)
+    return _claim_without_format(key, value) if named.name == AMP else Claim(key, value, says=named)
 
 
-def _without_format(key: str, value: object) -> Claim:
+def _claim_without_format(key: str, value: object) -> Claim:
     # In other projects fp16, torch's default on a GPU.
     return Claim(key, value, denies=_FULL, otherwise="fp16")
 
@@ -223,9 +223,9 @@ def _switch(key: str, value: object) -> Claim | None:
     if is_off(value):
         return Claim(key, value, denies=_NARROW, otherwise="fp32")
     if is_on(value):
-        return _without_format(key, value)
+        return _claim_without_format(key, value)
     if isinstance(value, Mapping):
-        return _left_to_launcher(key, value)
+        return _ignore_auto(key, value)
     try:
         return _word(key, value)
     except UnknownName as error:
@@ -238,7 +238,7 @@ def _claim_of_flag(key: str, value: object) -> Claim | None:
         return Claim(key, value, denies=frozenset({key}), otherwise=AUTO if key == "fp32" else "fp32")
     if is_on(value):
         return Claim(key, value, says=Named(key))
-    return _left_to_launcher(key, value)
+    return _ignore_auto(key, value)
 
 
 def _tf32(key: str, value: object) -> Claim | None:
@@ -247,10 +247,10 @@ def _tf32(key: str, value: object) -> Claim | None:
         return Claim(key, value, denies=frozenset({TF32}), otherwise="fp32")
     if is_on(value):
         return Claim(key, value, denies=frozenset({"fp32"}), otherwise=TF32)
-    return _left_to_launcher(key, value)
+    return _ignore_auto(key, value)
 
 
-def _left_to_launcher(key: str, value: object) -> Claim | None:
+def _ignore_auto(key: str, value: object) -> Claim | None:
     """Return None for DeepSpeed's `auto`, which decides nothing; refuse any other value."""
     if _state(value) == AUTO:
         return None
@@ -331,7 +331,7 @@ _DECIDES = {"fp16": 1, AMP: 1, AUTO: 2, TF32: 3}
 def settle(claims: Sequence[Claim]) -> Settled:
     """Return the outcome of one or more claims. A key that names a precision takes priority over a switch."""
     by = min(claims, key=lambda claim: 0 if claim.says else _DECIDES.get(claim.otherwise, 4))
-    name = by.meaning if by.says else _left_open(by, claims)
+    name = by.meaning if by.says else _resolve_switch(by, claims)
     against = [c for c in claims if (c.says is not None and c.meaning != name) or name in c.denies]
     return Settled(name, by, against, by.says is None and name == "fp16" and len(_formats_left(claims)) == 2)
 
@@ -340,7 +340,7 @@ def _formats_left(claims: Sequence[Claim]) -> list[str]:
     return [name for name in ("fp16", "bf16") if not any(name in c.denies for c in claims)]
 
 
-def _left_open(switch: Claim, claims: Sequence[Claim]) -> str:
+def _resolve_switch(switch: Claim, claims: Sequence[Claim]) -> str:
     """Return the precision that a switch leaves: `amp: true` with `fp16: false` is bf16, by default it is torch's."""
     if switch.meaning in _FULL:
         return switch.meaning
@@ -352,14 +352,14 @@ def _left_open(switch: Claim, claims: Sequence[Claim]) -> str:
 
 def read_claims(settings: Mapping[str, Any]) -> list[Claim]:
     """Return the claim of each precision key; a format whose switch is off or `auto` makes none."""
-    values = {key: value for key in _KEYS if (value := _at(settings, key)) is not None}
+    values = {key: value for key in _KEYS if (value := _value_at(settings, key)) is not None}
     switches = [values.get(switch) for switch in SWITCHES]
     idle = FORMATS if any(is_off(value) or value == AUTO for value in switches) else ()
     read = (_KEYS[key](key, value) for key, value in values.items() if key not in idle)
     return [claim for claim in read if claim is not None]
 
 
-def _at(settings: Mapping[str, Any], key: str) -> Any:
+def _value_at(settings: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key, written flat with dots or nested."""
     if key in settings:
         return settings[key]

@@ -70,7 +70,7 @@ def place(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) -> Plac
     effect, and where nothing can be converted.
     """
     paths = [path for path, _ in model.named_modules()]
-    chosen = {path: _last(path, rules) for path in paths}
+    chosen = {path: _last_matching_rule(path, rules) for path in paths}
     _check_effect(model, rules, chosen)
     named = {path: DEFAULT if at is None else rules[at].name for path, at in chosen.items()}
     names = {path: default if name == DEFAULT else name for path, name in named.items()}
@@ -99,7 +99,7 @@ def place(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) -> Plac
     return Placed(kinds, tuple(outermost))
 
 
-def _last(path: str, rules: tuple[PolicyRule, ...]) -> int | None:
+def _last_matching_rule(path: str, rules: tuple[PolicyRule, ...]) -> int | None:
     """Return the number of the last rule whose pattern matches a module, or one that contains it."""
     parts = [part for part in path.split(".") if part not in _WRAPPERS]
     around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
@@ -110,7 +110,7 @@ def _last(path: str, rules: tuple[PolicyRule, ...]) -> int | None:
 def _check_effect(model: nn.Module, rules: tuple[PolicyRule, ...], chosen: Mapping[str, int | None]) -> None:
     counts = {at for path, at in chosen.items() if _is_layer(model.get_submodule(path))}
     for at, rule in enumerate(rules):
-        matched = [path for path in chosen if path and _last(path, (rule,)) is not None]
+        matched = [path for path in chosen if path and _last_matching_rule(path, (rule,)) is not None]
         if matched and at in counts:
             continue
         near = difflib.get_close_matches(rule.pattern.strip("*."), [path for path in chosen if path], 3, 0.3)

@@ -99,7 +99,7 @@ def _measure(here: Device) -> Measurements:
         # Shielded from the caller's no_grad, inference_mode and autocast. autocast clears its cache of casts only when
         # the outermost context ends; the next format would reuse cached casts.
         plain = torch.autocast(where.type, enabled=False, cache_enabled=False)
-        with torch.inference_mode(False), torch.enable_grad(), plain, _one_thread():
+        with torch.inference_mode(False), torch.enable_grad(), plain, _use_one_thread():
             for operation in OPERATIONS:
                 for name, speedup in _times(operation, here, where, failures).items():
                     speedups[name][operation] = speedup
@@ -134,10 +134,10 @@ def _times(operation: str, here: Device, where: torch.device, failures: dict[str
     base = ran[_BASELINE]
     hopeless = {name: base / seconds for name, seconds in ran.items() if seconds > HOPELESS * base}
     timed = {name: calls[name] for name in ran if name not in hopeless}
-    return {_BASELINE: 1.0} | hopeless | _paired(timed)
+    return {_BASELINE: 1.0} | hopeless | _time_pairs(timed)
 
 
-def _paired(calls: Calls) -> dict[str, float]:
+def _time_pairs(calls: Calls) -> dict[str, float]:
     """Return medians over as many small batches of interleaved pairs as the time allows, on a busy machine too."""
     deadline = time.perf_counter() + SECONDS / len(OPERATIONS)
     slowdowns: dict[str, list[float]] = {name: [] for name in calls if name != _BASELINE}
@@ -203,7 +203,7 @@ def _first(call: Callable[[], list[Tensor]], name: str, operation: str, failures
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _use_one_thread() -> Iterator[None]:
     """Use one CPU thread: several threads wait for each other, and on a busy machine only that wait would be timed."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

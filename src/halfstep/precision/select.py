@@ -60,14 +60,14 @@ def decided_by_rank_zero(decide: Callable[[], Decision]) -> Decision:
     """Return rank 0's decision on every rank; a refusal is sent as one, so that all ranks raise the same error."""
     if distributed.size() == 1:
         return decide()
-    decided = distributed.rank_zero_or_raise(lambda: _as_data(decide))
+    decided = distributed.rank_zero_or_raise(lambda: _decide_as_data(decide))
     if "given" in decided:
         raise PrecisionRefused(decided["given"], allowed=decided["allowed"], do=decided["do"])
     rungs = tuple(Considered(*rung) for rung in decided["rungs"])
     return Decision(rungs, tuple(Finding(**finding) for finding in decided["findings"]))
 
 
-def _as_data(decide: Callable[[], Decision]) -> dict[str, Any]:
+def _decide_as_data(decide: Callable[[], Decision]) -> dict[str, Any]:
     try:
         decision = decide()
     except HalfstepError as error:
@@ -158,21 +158,23 @@ def choose_precision(
         return Choice(asked, named.name, named.took, (Considered(asked.name, True, "given as an object"),), (), here)
     named = read_step_precision(asked)
     if is_policy(named.name):
-        return _by_policy(named, here, fallback=fallback, measured=measured, fresh=fresh)
+        return _choose_by_policy(named, here, fallback=fallback, measured=measured, fresh=fresh)
 
     def decide() -> Decision:
         if named.name == AMP:
             return _sixteen_bits(here, fallback)
         if named.name != AUTO:
-            return _by_name(named.name, here, fallback)
+            return _decide_by_name(named.name, here, fallback)
         known = measured if measured or isinstance(device, Device) else measure(here, fresh=fresh)
-        return _by_speed(here, known) if known else _by_table(here, _PREFERRED)
+        return _decide_by_speed(here, known) if known else _decide_by_table(here, _PREFERRED)
 
     decision = decided_by_rank_zero(decide)
-    return _chosen(decision, named, here, precision_named(decision.name))
+    return _make_choice(decision, named, here, precision_named(decision.name))
 
 
-def _by_policy(named: Named, here: Device, *, fallback: bool, measured: Measurements | None, fresh: bool) -> Choice:
+def _choose_by_policy(
+    named: Named, here: Device, *, fallback: bool, measured: Measurements | None, fresh: bool
+) -> Choice:
     """Choose the default of a policy, and the kinds of fp8 of its rules; without one, a rule means the default."""
     default, rules = policy_parts(named.name)
     choice = choose_precision(default, device=here, fallback=fallback, measured=measured, fresh=fresh)
@@ -180,7 +182,7 @@ def _by_policy(named: Named, here: Device, *, fallback: bool, measured: Measurem
     for rule in rules:
         name = rule.name
         if name in FP8_KINDS:
-            decision = decided_by_rank_zero(lambda name=name: _by_name(name, here, fallback))  # type: ignore[misc]
+            decision = decided_by_rank_zero(lambda name=name: _decide_by_name(name, here, fallback))  # type: ignore[misc]
             findings += tuple(finding for finding in decision.findings if finding not in findings)
             rungs += decision.rungs
             name = decision.name if decision.name in FP8_KINDS else DEFAULT
@@ -189,7 +191,7 @@ def _by_policy(named: Named, here: Device, *, fallback: bool, measured: Measurem
     return replace(choice, precision=precision, asked=named.name, took=named.took, rungs=rungs, findings=findings)
 
 
-def _chosen(decision: Decision, named: Named, here: Device, precision: Precision) -> Choice:
+def _make_choice(decision: Decision, named: Named, here: Device, precision: Precision) -> Choice:
     findings = decision.findings
     can = ability(here, precision.needs)
     # Rank 0 decided from its own device; this one may be of another kind.
@@ -205,13 +207,13 @@ def report_by_name(name: str, device: torch.device | str) -> tuple[Finding, ...]
     """Return and log the findings on a precision that a loop computes in by itself; raise PrecisionRefused like
     `choose_precision`. Only this rank decides.
     """
-    findings = _by_name(name, describe(device), fallback=False).findings
+    findings = _decide_by_name(name, describe(device), fallback=False).findings
     for finding in findings:
         _log.warning("%s", finding)
     return findings
 
 
-def _by_name(asked: str, device: Device, fallback: bool) -> Decision:
+def _decide_by_name(asked: str, device: Device, fallback: bool) -> Decision:
     """Try the requested precision and, with `fallback`, the next ones, until the device supports one."""
     rungs: list[Considered] = []
     name: str | None = asked
@@ -250,7 +252,7 @@ def _findings(asked: str, rungs: list[Considered], device: Device) -> tuple[Find
 
 def _sixteen_bits(device: Device, fallback: bool) -> Decision:
     """Choose the 16-bit format that the device has, bf16 first; without any, fp32 with a finding, or a refusal."""
-    decision = _by_table(device, _SIXTEEN_BITS)
+    decision = _decide_by_table(device, _SIXTEEN_BITS)
     if decision.name != _FLOOR:
         return decision
     why = "; ".join(rung.reason for rung in decision.rungs if not rung.accepted)
@@ -260,7 +262,7 @@ def _sixteen_bits(device: Device, fallback: bool) -> Decision:
     return Decision(decision.rungs, (Finding(_SUBSTITUTED, "warning", evidence, f"write precision={_FLOOR}"),))
 
 
-def _by_table(device: Device, preferred: tuple[str, ...]) -> Decision:
+def _decide_by_table(device: Device, preferred: tuple[str, ...]) -> Decision:
     """Choose the first preferred format that the device supports, where nothing was measured, or fp32."""
     rungs: list[Considered] = []
     for name in (*preferred, _FLOOR):
@@ -271,13 +273,13 @@ def _by_table(device: Device, preferred: tuple[str, ...]) -> Decision:
     return Decision(tuple(rungs))
 
 
-def _by_speed(device: Device, measured: Measurements) -> Decision:
+def _decide_by_speed(device: Device, measured: Measurements) -> Decision:
     """Choose the fastest native format that is worth it; a tie goes to bf16."""
     native = {name: ability(device, name) for name in _PREFERRED}
     speeds = {name: measured.combined(name) or 0.0 for name, can in native.items() if can.native}
     winner = _winner({name: speed for name, speed in speeds.items() if speed >= WORTH_IT})
     rungs = [
-        Considered(name, name == winner, _worth(name, winner, speeds, measured) if can.native else can.reason)
+        Considered(name, name == winner, _describe_worth(name, winner, speeds, measured) if can.native else can.reason)
         for name, can in native.items()
     ]
     if winner == _FLOOR:
@@ -294,7 +296,7 @@ def _winner(speeds: Mapping[str, float]) -> str:
     return fastest
 
 
-def _worth(name: str, winner: str, speeds: Mapping[str, float], measured: Measurements) -> str:
+def _describe_worth(name: str, winner: str, speeds: Mapping[str, float], measured: Measurements) -> str:
     if not speeds[name]:
         return measured.failures.get(name) or "it was not measured"
     parts = ", ".join(f"{op} {ratio:.2f}x" for op, ratio in measured.speedups[name].items())

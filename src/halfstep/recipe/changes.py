@@ -42,17 +42,17 @@ class Change:
     after: object
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.before)} -> {_shown(self.after)}"
+        return f"{self.key}: {_format_value(self.before)} -> {_format_value(self.after)}"
 
 
 def changes(saved: Any, now: Any, ignore: Collection[str] = ()) -> list[Change]:
     """Return the settings in which two recipes differ, except settings that change nothing."""
-    found = different(_with_defaults(saved, now), now, ignore=ignore)
+    found = different(_add_defaults(saved, now), now, ignore=ignore)
     sections = tuple(key for key in SAFE if key.endswith("."))
     return [one for one in found if one.key not in SAFE and not one.key.startswith(sections)]
 
 
-def _with_defaults(saved: Any, now: Any) -> Any:
+def _add_defaults(saved: Any, now: Any) -> Any:
     """Return the saved recipe with the defaults of settings that are newer than it."""
     if not (isinstance(saved, Mapping) and isinstance(now, BaseModel)):
         return saved
@@ -64,19 +64,19 @@ def _with_defaults(saved: Any, now: Any) -> Any:
 
 def different(one: Any, other: Any, ignore: Collection[str] = ()) -> list[Change]:
     """Return the settings in which two recipes, or the contents of their files, differ."""
-    before, after = dict(flat(_plain(one))), dict(flat(_plain(other)))
+    before, after = dict(flat(_to_plain(one))), dict(flat(_to_plain(other)))
     keys = [key for key in dict.fromkeys([*before, *after]) if key not in ignore]
     found = [Change(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys]
     # True == 1 and 1 == 1.0 in Python; in a recipe they are different values.
     return [one for one in found if type(one.before) is not type(one.after) or one.before != one.after]
 
 
-def _plain(recipe: Any) -> Mapping[str, Any]:
+def _to_plain(recipe: Any) -> Mapping[str, Any]:
     content: Mapping[str, Any] = recipe if isinstance(recipe, Mapping) else recipe.model_dump(mode="json")
     return content
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)[:120]
@@ -176,7 +176,7 @@ def extended(recipe: Any, before: SavedRun, rewarm: bool) -> Any:
         end = Extension(steps=before.attempts) if early else Extension(epochs=epochs, steps=steps)
         return with_extensions(recipe, [*earlier, end.model_copy(update={"rewarm": rewarm})])
     if before.result is not None and not patient:
-        raise _nothing_added(before)
+        raise _nothing_to_add_error(before)
     # The command may be a repetition after an interruption: an extension that is recorded already is not added again.
     if rewarm and before.attempts and not (earlier and earlier[-1].rewarm):
         return with_extensions(recipe, [*earlier, Extension(steps=before.attempts, rewarm=True)])
@@ -228,7 +228,7 @@ def _refuse_shorter(asked: tuple[int | None, int | None], before: SavedRun) -> N
         )
 
 
-def _nothing_added(before: SavedRun) -> FolderTaken:
+def _nothing_to_add_error(before: SavedRun) -> FolderTaken:
     return FolderTaken(
         f"{option('extend')}, but the run is finished after {in_words(before.length)}: nothing to add",
         allowed="a total length longer than before",

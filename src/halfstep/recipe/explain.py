@@ -45,7 +45,7 @@ def json_schema(schema: Any) -> dict[str, object]:
     """Return the JSON schema of a task's recipe; sections that may be omitted are not required."""
     # pydantic requires every section without a default, even one whose fields all have defaults.
     found: dict[str, Any] = schema.model_json_schema()
-    required = [name for name in found.get("required", ()) if not _may_be_left_out(found, name)]
+    required = [name for name in found.get("required", ()) if not _is_optional(found, name)]
     return {**found, "required": required}
 
 
@@ -57,7 +57,7 @@ def editor_schema(schemas: Mapping[str, Json]) -> dict[str, object]:
     shared: dict[str, object] = {}
     branches = []
     for task, schema in schemas.items():
-        branch, definitions = _renamed(_with_other_words(schema), task, shared)
+        branch, definitions = _rename_definitions(_add_other_words(schema), task, shared)
         shared |= {**definitions, task: branch}
         branches.append(
             {
@@ -120,12 +120,12 @@ def _row(setting: RecipeField, words: Mapping[str, list[str]]) -> SettingRow:
     return SettingRow(setting.key, setting.allowed, default_in_words(setting), setting.doc, flags)
 
 
-def _may_be_left_out(schema: Json, name: str) -> bool:
+def _is_optional(schema: Json, name: str) -> bool:
     target = str(schema["properties"][name].get("$ref", "")).rpartition("/")[2]
     return bool(target) and not schema["$defs"][target].get("required")
 
 
-def _with_other_words(schema: Json) -> dict[str, object]:
+def _add_other_words(schema: Json) -> dict[str, object]:
     """Return the schema with all names that are translated before validation."""
     # An editor validates the file as it is written. Without these it would mark names as errors that halfstep accepts.
     fields = fields_in(schema)
@@ -142,7 +142,7 @@ def _with_other_words(schema: Json) -> dict[str, object]:
     policy = {"type": "object", "required": [DEFAULT], "additionalProperties": word}
     described = {key: value for key, value in own["precision"].items() if key != "type"}
     own["precision"] = {**described, "anyOf": [word, policy]}
-    definitions = {name: _with_also(definition) for name, definition in schema.get("$defs", {}).items()}
+    definitions = {name: _add_aliases(definition) for name, definition in schema.get("$defs", {}).items()}
     return {**schema, "properties": {**other, **own}, "$defs": definitions}
 
 
@@ -153,13 +153,13 @@ def _or_its_name(fields: Fields, name: str, field: Json) -> Json:
     return {**{key: value for key, value in field.items() if key != "$ref"}, "anyOf": [{"$ref": field["$ref"]}, _TEXT]}
 
 
-def _with_also(definition: Json) -> Json:
+def _add_aliases(definition: Json) -> Json:
     own = definition.get("properties", {})
     also = {word: {"description": f"Read as {name}."} for name, field in own.items() for word in field.get(ALSO, ())}
     return {**definition, "properties": {**also, **own}}
 
 
-def _renamed(schema: Json, task: str, shared: Mapping[str, object]) -> tuple[Any, dict[str, object]]:
+def _rename_definitions(schema: Json, task: str, shared: Mapping[str, object]) -> tuple[Any, dict[str, object]]:
     """Return a task's schema and its definitions; definitions that differ from another task's get the task's name."""
     content = {key: value for key, value in schema.items() if key != "$defs"}
     definitions = dict(schema.get("$defs", {}))

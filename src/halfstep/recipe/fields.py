@@ -128,11 +128,11 @@ def in_words(node: Json) -> str:
     if ALLOWED in node:
         return str(node[ALLOWED])
     if "enum" in node:
-        return _either([str(value) for value in node["enum"]])
+        return _join_options([str(value) for value in node["enum"]])
     if "const" in node:
         return str(node["const"])
     if "anyOf" in node:
-        return _either([in_words(option) for option in node["anyOf"]])
+        return _join_options([in_words(option) for option in node["anyOf"]])
     kind = "object" if "$ref" in node else node.get("type")
     if kind in ("integer", "number"):
         words = {
@@ -181,5 +181,5 @@ def _setting(key: str, node: Json, required: bool) -> RecipeField:
     )
 
 
-def _either(options: list[str]) -> str:
+def _join_options(options: list[str]) -> str:
     return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"

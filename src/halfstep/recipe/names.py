@@ -140,7 +140,7 @@ def _take_precision(raw: dict[str, object]) -> dict[str, object]:
         for word in [word for word in PRECISION_WORDS if word in inner]:
             value = inner.pop(word)
             if not same_precision(word, value, found.setdefault(word, value)):
-                _same(f"{section}.{word}", value, word, found[word])
+                _require_same(f"{section}.{word}", value, word, found[word])
     return found
 
 
@@ -177,14 +177,14 @@ def _move(
     if not isinstance(place, dict):
         return
     value = holder[word]
-    _same(written, value, key, place.get(name, value))
+    _require_same(written, value, key, place.get(name, value))
     place[name] = value
     if (holder is not place) or word != name:
         del holder[word]
     yield written, key
 
 
-def _same(one: str, value: Any, other: str, against: Any) -> None:
+def _require_same(one: str, value: Any, other: str, against: Any) -> None:
     if value != against:
         raise Contradiction(
             f"{one} says {value!r}, but {other} says {against!r}",
@@ -212,13 +212,17 @@ def read_flags(words: Sequence[str], schema: Any) -> list[Override]:
 
     Raises BadRecipe for a word that is no setting, for an unknown key, and for a flag without its value.
     """
-    return [one for one, _ in _each(words, fields_of(schema))]
+    return [one for one, _ in _iterate_settings(words, fields_of(schema))]
 
 
 def retyped(words: Sequence[str], changes: Sequence[str], schema: Any) -> list[str]:
     """Return the words as typed, without those that `changes` replaces, followed by `changes`."""
-    changed = {_one_for_precision(one.key) for one in read_flags(changes, schema)}
-    unchanged = [typed for one, typed in _each(words, fields_of(schema)) if _one_for_precision(one.key) not in changed]
+    changed = {_suggest_precision(one.key) for one in read_flags(changes, schema)}
+    unchanged = [
+        typed
+        for one, typed in _iterate_settings(words, fields_of(schema))
+        if _suggest_precision(one.key) not in changed
+    ]
     return [word for typed in unchanged for word in typed] + list(changes)
 
 
@@ -228,7 +232,7 @@ def translations(overrides: Iterable[Override], fields: Fields) -> list[str]:
     return list(dict.fromkeys(f"{one.word} is read as {one.key}" for one in typed))
 
 
-def _one_for_precision(key: str) -> str:
+def _suggest_precision(key: str) -> str:
     return "precision" if key in PRECISION_WORDS else key
 
 
@@ -239,7 +243,7 @@ def _is_foreign(one: Typed, fields: Fields) -> bool:
     return setting is not None and (section in FOREIGN_SECTIONS or name in setting.also)
 
 
-def _each(words: Sequence[str], fields: Fields) -> Iterator[tuple[Override, list[str]]]:
+def _iterate_settings(words: Sequence[str], fields: Fields) -> Iterator[tuple[Override, list[str]]]:
     """Yield each setting, with the one or two words that it was typed as."""
     left = list(words)
     while left:

@@ -132,8 +132,8 @@ def _override(
     """Return the recipe with the command line over it and one precision, and the notes for the user."""
     moved = translations(line.others, fields)
     content = apply(translated.raw, line.others)
-    notes = [*translated.notes, *(["; ".join(moved)] if moved else []), *_one_length(content, line.others)]
-    _no_interpolation({**content, **translated.precision, **line.precision}, label)
+    notes = [*translated.notes, *(["; ".join(moved)] if moved else []), *_resolve_length(content, line.others)]
+    _refuse_interpolation({**content, **translated.precision, **line.precision}, label)
     named = _read_over(line.precision, translated.precision)
     if named is None:
         return content, notes
@@ -176,7 +176,7 @@ def _section(recipe: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | N
     return place
 
 
-def _one_length(content: dict[str, object], overrides: Iterable[Override]) -> Iterator[str]:
+def _resolve_length(content: dict[str, object], overrides: Iterable[Override]) -> Iterator[str]:
     """Let epochs on the command line replace the recipe's steps, and vice versa; yield a note about it."""
     keys, train = {o.key: o.value for o in overrides if o.value is not None}, content.get("train")
     if "train.epochs" in keys and "train.steps" in keys:
@@ -192,18 +192,22 @@ def _one_length(content: dict[str, object], overrides: Iterable[Override]) -> It
             train[other] = None
 
 
-def _no_interpolation(content: Any, label: str, key: str = "") -> None:
+def _refuse_interpolation(content: Any, label: str, key: str = "") -> None:
     """Raise BadRecipe for `${...}`: it would be taken literally, which its author does not want."""
     if isinstance(content, Mapping):
         for name, inner in content.items():
-            _no_interpolation(inner, label, f"{key}.{name}".lstrip("."))
+            _refuse_interpolation(inner, label, f"{key}.{name}".lstrip("."))
     elif isinstance(content, list):
         for inner in content:
-            _no_interpolation(inner, label, key)
+            _refuse_interpolation(inner, label, key)
     elif isinstance(content, str) and "${" in content:
-        raise _bad_recipe(
+        raise _recipe_error(
             label,
-            [Complaint(f"{key} is {_short_repr(content)}", "the value itself; recipes have no ${...}", "write it out")],
+            [
+                Complaint(
+                    f"{key} is {_shorten_repr(content)}", "the value itself; recipes have no ${...}", "write it out"
+                )
+            ],
         )
 
 
@@ -242,7 +246,7 @@ def _validate(content: Mapping[str, object], schema: Any, label: str) -> Any:
     recipe = validated(filled, schema, label)
     wrong = list(_find_conflicts(recipe))
     if wrong:
-        raise _bad_recipe(label, wrong)
+        raise _recipe_error(label, wrong)
     return recipe
 
 
@@ -282,7 +286,7 @@ class Complaint(NamedTuple):
         return f"{self.given}; {self.do}" if self.do else f"{self.given}; allowed: {self.allowed}"
 
 
-def _bad_recipe(label: str, complaints: Sequence[Complaint]) -> BadRecipe:
+def _recipe_error(label: str, complaints: Sequence[Complaint]) -> BadRecipe:
     """Return one error for all mistakes of a recipe."""
     explain = f"halfstep recipes explain {label}" if label in recipe_names() else "halfstep recipes schema"
     if len(complaints) == 1:
@@ -302,7 +306,7 @@ def validated(content: Any, schema: Any, label: str) -> Any:
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        raise _bad_recipe(label, _complaints(error, fields_of(schema))) from None
+        raise _recipe_error(label, _complaints(error, fields_of(schema))) from None
 
 
 def _complaints(error: ValidationError, fields: Fields) -> list[Complaint]:
@@ -313,9 +317,11 @@ def _complaints(error: ValidationError, fields: Fields) -> list[Complaint]:
         kind, value = detail["type"], detail["input"]
         key = _key(detail["loc"], kind, fields)
         if key in FOREIGN_SECTIONS and isinstance(value, dict):
-            found |= {(inner := f"{key}.{name}"): _unknown(inner, fields) for name in value}
+            found |= {(inner := f"{key}.{name}"): _unknown_setting(inner, fields) for name in value}
         else:
-            found.setdefault(key, _unknown(key, fields) if kind == _UNKNOWN else _complaint(key, kind, value, fields))
+            found.setdefault(
+                key, _unknown_setting(key, fields) if kind == _UNKNOWN else _complaint(key, kind, value, fields)
+            )
     return list(found.values())
 
 
@@ -333,16 +339,16 @@ def _complaint(key: str, kind: str, value: Any, fields: Fields) -> Complaint:
     if kind == "missing":
         return Complaint(f"{key} is missing", allowed, f"add {key}")
     if (reason := fields.reason_against(key, value)) is not None:
-        return Complaint(f"{key} is {_short_repr(value)}: {reason}", allowed, f"{key}={fields.by_key[key].default}")
+        return Complaint(f"{key} is {_shorten_repr(value)}: {reason}", allowed, f"{key}={fields.by_key[key].default}")
     choices = [word for word in allowed.replace(" or ", ", ").split(", ") if " " not in word]
     word = nearest(value, choices) if isinstance(value, str) else None
     do = f"did you mean {word}?" if word else ""
     if key == "data.name" and isinstance(value, str) and not word and len(PurePath(value).parts) > 1:
         do = f"the path of a set is data.path={value}; data.name is its kind"
-    return Complaint(f"{key} is {_short_repr(value)}", allowed, do)
+    return Complaint(f"{key} is {_shorten_repr(value)}", allowed, do)
 
 
-def _unknown(key: str, fields: Fields) -> Complaint:
+def _unknown_setting(key: str, fields: Fields) -> Complaint:
     # Shortened, and without characters that could control a terminal.
     given = f"{key[:80] if key[:80].isprintable() else repr(key[:80])[1:-1]} is not known"
     section, _, name = key[:200].rpartition(".")
@@ -355,7 +361,7 @@ def _unknown(key: str, fields: Fields) -> Complaint:
     return Complaint(given, ", ".join(names if section else fields.top), do or "delete it")
 
 
-def _short_repr(value: Any) -> str:
+def _shorten_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -367,10 +373,10 @@ def _complete_recipe(recipe: Any, label: str, notes: list[str], chosen: Sequence
     drawn |= {"data.split"} if recipe.data.split is None else set()
     # Not from `random`: if the caller has seeded it, every run would draw the same seed.
     seed = secrets.randbelow(LARGEST_SEED) if recipe.train.seed is None else recipe.train.seed
-    folder = _from_home(recipe.run.dir or str(PurePath("runs", label)))
+    folder = _expand_home(recipe.run.dir or str(PurePath("runs", label)))
     if ".." in PurePath(folder).parts or not folder.strip() or "\0" in folder:
         raise Unsafe(
-            f"run.dir is {_short_repr(folder)}", allowed="a path without `..`", do=f"write run.dir=runs/{label}"
+            f"run.dir is {_shorten_repr(folder)}", allowed="a path without `..`", do=f"write run.dir=runs/{label}"
         )
     whole = recipe.model_copy(
         update={
@@ -382,7 +388,7 @@ def _complete_recipe(recipe: Any, label: str, notes: list[str], chosen: Sequence
     return Resolved(whole, label, notes, drawn | {one.key for one in chosen}, chosen)
 
 
-def _from_home(folder: str) -> str:
+def _expand_home(folder: str) -> str:
     """Return the path with `~` expanded; a shell expands it neither inside a file nor after a `=`."""
     if not folder.startswith("~"):
         return folder
@@ -390,7 +396,7 @@ def _from_home(folder: str) -> str:
         return str(Path(folder).expanduser())
     except RuntimeError:
         raise Unsafe(
-            f"run.dir is {_short_repr(folder)}, and there is no such home directory",
+            f"run.dir is {_shorten_repr(folder)}, and there is no such home directory",
             allowed="a path",
             do="write the path out",
         ) from None

@@ -26,7 +26,9 @@ class RawRecipe(NamedTuple):
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes that ship with halfstep."""
-    return sorted(file.name.removesuffix(".yaml") for file in _packaged().iterdir() if file.name.endswith(".yaml"))
+    return sorted(
+        file.name.removesuffix(".yaml") for file in _packaged_files().iterdir() if file.name.endswith(".yaml")
+    )
 
 
 def read_recipe(name_or_path: str) -> RawRecipe:
@@ -50,14 +52,14 @@ def recipe_of(content: Mapping[str, object]) -> RawRecipe:
                     allowed="a section as a mapping, or its settings with dotted keys",
                     do=f"delete {section} or {key}",
                 )
-        place[name] = _plain(content[key])
+        place[name] = _to_plain(content[key])
     return RawRecipe(str(nested.get("task", "run")), nested, "")
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return the value with mappings copied, and paths as text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _to_plain(inner) for key, inner in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 
@@ -71,7 +73,7 @@ def recipe_text(name_or_path: str) -> tuple[str, str]:
         near = nearest(name_or_path, names)
         hint = f"did you mean {near}?" if near else "give a name from the list, or a path that ends in .yaml"
         raise BadRecipe(f"there is no recipe {name_or_path[:80]!r}", allowed=", ".join(names), do=hint)
-    return name_or_path, (_packaged() / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+    return name_or_path, (_packaged_files() / f"{name_or_path}.yaml").read_text(encoding="utf-8")
 
 
 def is_path(name_or_path: str) -> bool:
@@ -79,7 +81,7 @@ def is_path(name_or_path: str) -> bool:
     return "/" in name_or_path or "\\" in name_or_path or name_or_path.endswith(_ENDINGS)
 
 
-def _packaged() -> Any:
+def _packaged_files() -> Any:
     return resources.files("halfstep") / "recipes"
 
 

@@ -91,15 +91,15 @@ def comparison_page(found: Comparison, title: str, runs: tuple[Block, ...]) -> P
     none = Paragraph(Span("None of them has taken a step.", "dim"))
     heads, differences = found.differences
     same = Paragraph(Span("Only their output folders.", "dim"))
-    blocks: list[Block] = [Paragraph(found.verdict), Heading("Results"), _as_table(HEADS, found.table)]
+    blocks: list[Block] = [Paragraph(found.verdict), Heading("Results"), _make_table(HEADS, found.table)]
     blocks += [Heading("Curves"), *(charts_of(*compared(found.runs)) or (none,))]
-    blocks += [Heading("Differences of their recipes"), _as_table(heads, differences) if differences else same]
+    blocks += [Heading("Differences of their recipes"), _make_table(heads, differences) if differences else same]
     blocks += [Heading("Which is better"), Items(tuple(found.judgment.verdicts))]
     blocks += [*charts_of(found.judgment.drawing), *(Paragraph(Span(note, "dim")) for note in found.judgment.notes)]
     return Page(title, (*blocks, Heading("Each run"), *runs))
 
 
-def _as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _make_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return Table(tuple(map(Column, heads)), tuple(map(tuple, rows)))
 
 
@@ -134,8 +134,8 @@ def _judge(named: list[tuple[str, RunFacts]]) -> Judgment:
         return Judgment([f"their metrics differ ({', '.join(sorted(metrics))}), so that none is better"], None, [])
     arms, notes = _arms(named)
     if len(arms) < 2:
-        return Judgment([_alike(list(arms.values()), named)], None, notes)
-    return _tested(arms, named[0][1], notes)
+        return Judgment([_compare_settings(list(arms.values()), named)], None, notes)
+    return _test_arms(arms, named[0][1], notes)
 
 
 Arms = dict[str, list[Any]]
@@ -171,7 +171,7 @@ def _result(run: RunFacts) -> Any:
     )
 
 
-def _alike(arms: list[list[Any]], named: list[tuple[str, RunFacts]]) -> str:
+def _compare_settings(arms: list[list[Any]], named: list[tuple[str, RunFacts]]) -> str:
     if not arms:
         return "none of them has ended with a result, so that there is nothing to test"
     values = [one.metric for one in arms[0]]
@@ -181,7 +181,7 @@ def _alike(arms: list[list[Any]], named: list[tuple[str, RunFacts]]) -> str:
     return f"all that ended are of {what}; their {metric_name(named[0][1].metric)} goes from {spread}"
 
 
-def _tested(arms: Arms, first: RunFacts, notes: list[str]) -> Judgment:
+def _test_arms(arms: Arms, first: RunFacts, notes: list[str]) -> Judgment:
     from halfstep.measure.bench.comparison import BenchMetric, margin_over, rows_of
     from halfstep.measure.bench.page import parity_intervals
     from halfstep.measure.bench.report import margin_said, sentence

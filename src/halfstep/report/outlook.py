@@ -53,9 +53,9 @@ def outlook_of_run(run: RunFacts) -> Outlook:
     columns = estimate_columns(run.examined)
     return Outlook(
         [("Speed", _run_speed(run)), ("Memory", _run_memory(run, columns))],
-        [*_batches(run.examined, run.chosen), *_saved(columns, run.chosen), *_range(run.precision)],
-        [*_seen_risks(run), *_survival_risks(run), *_finding_risks(run)],
-        list(_seen(run)),
+        [*_batches(run.examined, run.chosen), *_list_savings(columns, run.chosen), *_range(run.precision)],
+        [*_list_seen_risks(run), *_survival_risks(run), *_finding_risks(run)],
+        list(_list_seen(run)),
     )
 
 
@@ -91,7 +91,7 @@ def less_memory(peak: float, base: float, name: str) -> str:
     return f"{name} {numbers.share(abs(share))} {word}: {sizes}, predicted"
 
 
-def _saved(columns: list[dict[str, Any]], chosen: str) -> Iterator[str]:
+def _list_savings(columns: list[dict[str, Any]], chosen: str) -> Iterator[str]:
     """Yield what shrinks most."""
     parts = {text(fields(one.get("setting")).get("precision"), 20): fields(one.get("whole")) for one in columns}
     if chosen == "fp32" or not {chosen, "fp32"} <= set(parts):
@@ -118,7 +118,7 @@ def _range(precision: Mapping[str, Any]) -> Iterator[str]:
         yield f"{reason}."
 
 
-def _seen_risks(run: RunFacts) -> Iterator[Risk]:
+def _list_seen_risks(run: RunFacts) -> Iterator[Risk]:
     recorded = run.recorded
     steps, skipped = recorded.attempts, sum(recorded.skipped.values())
     if steps:
@@ -159,12 +159,12 @@ def _finding_risks(run: RunFacts) -> Iterator[Risk]:
         yield Risk(text(one.get("id"), 80), level, f"{text(one.get('evidence'), 400)}{fix}")
 
 
-def _seen(run: RunFacts) -> Iterator[tuple[str, str]]:
+def _list_seen(run: RunFacts) -> Iterator[tuple[str, str]]:
     """Yield what this run did, which is what the next one of its kind will do."""
     speeds, epochs = run.recorded.speeds, run.recorded.epochs
     rates = curve_points(speeds, "samples_per_second")
     if len(rates.y) > 3:
-        yield "Throughput", _usual(rates)
+        yield "Throughput", _usual_range(rates)
     if known(run.wait_share):
         yield "Waiting for data", f"{numbers.share(run.wait_share)} of the time, by the median"
     seconds = curve_points(epochs, "seconds")
@@ -184,7 +184,7 @@ def _seen(run: RunFacts) -> Iterator[tuple[str, str]]:
         yield "Validation loss", f"from {numbers.value(losses[0])} after the first epoch to {numbers.value(losses[-1])}"
 
 
-def _usual(rates: CurvePoints) -> str:
+def _usual_range(rates: CurvePoints) -> str:
     """Return the range of throughput; of a long run only the extremes of its spans are known."""
     found = sorted(rates.without_first())
     if not rates.is_whole:

@@ -26,9 +26,9 @@ def pictures_of(run: Path, best_epoch: float, room: int) -> tuple[list[Picture],
     found: list[Picture] = []
     left_out: list[str] = []
     for number, (caption, path) in enumerate(chosen):
-        share = (room - sum(_in_page(one.data) for one in found)) // (len(chosen) - number)
+        share = (room - sum(_embedded_bytes(one.data) for one in found)) // (len(chosen) - number)
         try:
-            found.append(_embedded(caption, path, share))
+            found.append(_embed_picture(caption, path, share))
         except (OSError, ValueError, SyntaxError, ImportError) as error:
             left_out.append(f"{path.name}: {error or type(error).__name__}")
     return found, left_out
@@ -56,7 +56,7 @@ def _files(folder: Path) -> Iterator[tuple[int, Path]]:
             yield int(match[1]), path
 
 
-def _embedded(caption: str, path: Path, room: int) -> Picture:
+def _embed_picture(caption: str, path: Path, room: int) -> Picture:
     """Return the picture in at most `room` bytes; raise ValueError if that is too little or the file too large."""
     from PIL import Image
 
@@ -72,12 +72,12 @@ def _embedded(caption: str, path: Path, room: int) -> Picture:
         if plain.width > width:
             smaller = plain.resize((width, max(1, round(plain.height * width / plain.width))))
         format, data = _smallest(smaller)
-        if _in_page(data) <= room:
+        if _embedded_bytes(data) <= room:
             return Picture(caption, data, format, smaller.width, smaller.height, f"samples of the run, {caption}")
     raise ValueError("no room was left for it")
 
 
-def _in_page(data: bytes) -> int:
+def _embedded_bytes(data: bytes) -> int:
     """Return the bytes that a picture takes in a page, as base64."""
     return 4 * len(data) // 3 + 40
 

@@ -19,7 +19,7 @@ MOST_CLASSES = 8
 def curves_of(run: RunFacts) -> list[Curves]:
     """Return the curves of a run: loss, metric, its classes, learning rate, loss scale and gradient norm."""
     recorded = run.recorded
-    loss, rate, scale, norm = (_of_steps(run, name) for name in ("loss", "lr", "loss_scale", "grad_norm"))
+    loss, rate, scale, norm = (_step_curve(run, name) for name in ("loss", "lr", "loss_scale", "grad_norm"))
     val = curve_points(recorded.epochs, "val.loss")
     skips = [(float(skip.attempt), skip.reason) for skip in recorded.skips]
     charts = [loss_curves(loss.xy, val.xy, skips, numbers.value)]
@@ -49,7 +49,7 @@ def _classes(run: RunFacts) -> Curves:
 def not_finite(run: RunFacts) -> list[str]:
     """Return the curves of steps in which no number was finite, so that nothing is drawn."""
     names = {"loss": "loss", "grad_norm": "gradient norm"}
-    return [word for key, word in names.items() if run.recorded.attempts and not _of_steps(run, key).y]
+    return [word for key, word in names.items() if run.recorded.attempts and not _step_curve(run, key).y]
 
 
 def speed_of(run: RunFacts) -> list[Curves]:
@@ -58,12 +58,12 @@ def speed_of(run: RunFacts) -> list[Curves]:
     throughput = (Curve("samples/s", *rate.xy),)
     return [
         Curves("Throughput", throughput, y_title="samples/s", scale="zero", form=numbers.speed),
-        Curves("Waiting for data", (_in_percent(wait),), y_title="% of the time", scale="zero", form=_percent),
-        Curves("GPU utilization", (_in_percent(busy),), y_title="% of the time", scale="zero", form=_percent),
+        Curves("Waiting for data", (_percent_curve(wait),), y_title="% of the time", scale="zero", form=_percent),
+        Curves("GPU utilization", (_percent_curve(busy),), y_title="% of the time", scale="zero", form=_percent),
     ]
 
 
-def _in_percent(shares: CurvePoints) -> Curve:
+def _percent_curve(shares: CurvePoints) -> Curve:
     return Curve("share", shares.x, [100 * share for share in shares.y])
 
 
@@ -89,7 +89,7 @@ def compared(runs: Sequence[tuple[str, RunFacts]]) -> list[Curves]:
     metric = runs[0][1].metric
 
     def of_steps(title: str, key: str, **look: object) -> Curves:
-        found = [(name, _of_steps(run, key)) for name, run in runs]
+        found = [(name, _step_curve(run, key)) for name, run in runs]
         curves = (Curve(name, one.x, smooth(one.y), n % 2 == 1, n) for n, (name, one) in enumerate(found))
         return Curves(title, tuple(curves), **look)  # type: ignore[arg-type]
 
@@ -116,7 +116,7 @@ def smooth(given: Sequence[float]) -> list[float]:
     return [(sums[end] - sums[begin]) / (end - begin) for begin, end in spans]
 
 
-def _of_steps(run: RunFacts, name: str) -> CurvePoints:
+def _step_curve(run: RunFacts, name: str) -> CurvePoints:
     return curve_points(run.recorded.steps, name)
 
 

@@ -240,11 +240,11 @@ def provenance(run: RunFacts) -> Pairs:
         ("Device", device.get("name")),
         ("Host", start.get("host")),
         ("Job", start.get("job") or "none"),
-        ("Versions", _listed(start.get("versions"))),
-        ("Flags", _listed(start.get("flags"))),
+        ("Versions", _list_values(start.get("versions"))),
+        ("Flags", _list_values(start.get("flags"))),
         ("Git", f"{found.get('commit')} ({found.get('branch') or 'no branch'})" if found else ""),
         ("Batch", f"{batch.get('total')} samples a step" if batch else None),
-        ("Samples", _listed(samples)),
+        ("Samples", _list_values(samples)),
         ("Parameters", f"{numbers.abbreviated(number(parameters.get('total')))}" if parameters else None),
         ("Began", recorded.first_utc),
         ("Last line", recorded.last_utc),
@@ -261,7 +261,7 @@ def _ranks(batch: dict[str, Any]) -> str:
     return f"{ranks:.0f}, each with this command" if ranks > 1 else "1"
 
 
-def _listed(value: object) -> str:
+def _list_values(value: object) -> str:
     return ", ".join(f"{key} {inner}" for key, inner in fields(value).items())
 
 
@@ -313,10 +313,10 @@ def incidents(run: RunFacts) -> list[Incident]:
         found[-1].ended_run = found[-1].cause == _cause(run.recorded.end)
     for incident in found:
         incident.done = incident.done or ["the step was skipped: the weights are unchanged"]
-    return [*found, *_bad_samples(run.recorded)]
+    return [*found, *_list_bad_samples(run.recorded)]
 
 
-def _bad_samples(recorded: Summary) -> list[Incident]:
+def _list_bad_samples(recorded: Summary) -> list[Incident]:
     kept, uses = recorded.bad_samples, recorded.bad_sample_count
     if not uses:
         return []

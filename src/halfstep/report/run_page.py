@@ -214,7 +214,7 @@ def _headroom(run: RunFacts) -> Iterator[Block]:
         lines = [(module, f"{point.value:.1f}", f"{point.attempt:,}") for module, point in tightest]
         columns = (Column("Module"), Column("Least bits left", "right"), Column("At step", "right"))
         parts += [(Paragraph(Span(how, "dim")), *chart), (Table(columns, tuple(lines)),)]
-    audited = _audited_modules(fields(run.examined.get("audit")))
+    audited = _list_audited_modules(fields(run.examined.get("audit")))
     if audited:
         how = "In one step of the audit, the modules with the least."
         heads = (Column("Module"), Column("Bits left", "right"), Column("Computes in"), Column("Kind"))
@@ -226,7 +226,7 @@ def _headroom(run: RunFacts) -> Iterator[Block]:
         yield Paragraph((Span(why, "dim"), Span("guard.mode=off", "code"), "."))
 
 
-def _audited_modules(audit: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+def _list_audited_modules(audit: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Return the modules with the least headroom: path, bits, formats and kind."""
     found = []
     for row in rows(audit.get("modules")):

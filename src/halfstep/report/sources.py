@@ -40,28 +40,28 @@ def read_source(path: Path) -> Source:
         if (path / RECIPE).is_file():
             return read_run(path)
         if (path / BENCH).is_file():
-            return _from_json(path / BENCH)
-        raise _no_run(path)
+            return _read_source(path / BENCH)
+        raise _no_run_error(path)
     if path.name == RECIPE and path.is_file():
         return read_run(path.parent)
     if path.is_file():
-        return _from_json(path)
-    raise _neither(path, "does not exist")
+        return _read_source(path)
+    raise _wrong_source_error(path, "does not exist")
 
 
-def _no_run(path: Path) -> BadData:
+def _no_run_error(path: Path) -> BadData:
     """Return the error for a folder that is no run; one with runs in it names the first."""
     runs = sorted(entry.name for entry in path.iterdir() if (entry / RECIPE).is_file())
     if runs:
         names = f"{', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}"
-        return _neither(path, f"is a folder of runs ({names}), and not one of them", path / runs[0])
-    return _neither(path, "holds no run" if any(path.iterdir()) else "is empty")
+        return _wrong_source_error(path, f"is a folder of runs ({names}), and not one of them", path / runs[0])
+    return _wrong_source_error(path, "holds no run" if any(path.iterdir()) else "is empty")
 
 
-def _from_json(path: Path) -> Source:
+def _read_source(path: Path) -> Source:
     found = read_json(path)
     if not isinstance(found, dict):
-        raise _neither(path, f"is not a JSON object of at most {LARGEST_JSON >> 20} MiB")
+        raise _wrong_source_error(path, f"is not a JSON object of at most {LARGEST_JSON >> 20} MiB")
     if {"ladder", "choice", "baseline"} <= found.keys():
         from halfstep.report.plan_facts import plan_from
 
@@ -70,8 +70,8 @@ def _from_json(path: Path) -> Source:
         from halfstep.report.bench_facts import bench_from
 
         return bench_from(found, path)
-    raise _neither(path, f"has the fields {', '.join(map(str, list(found)[:5])) or '(none)'}")
+    raise _wrong_source_error(path, f"has the fields {', '.join(map(str, list(found)[:5])) or '(none)'}")
 
 
-def _neither(path: Path, what: str, run: Path = Path("runs/segmentation_tiny")) -> BadData:
+def _wrong_source_error(path: Path, what: str, run: Path = Path("runs/segmentation_tiny")) -> BadData:
     return BadData(f"{path} {what}", allowed=ALLOWED, do=shlex.join(["halfstep", "report", str(run)]))

@@ -102,7 +102,7 @@ def _figures(confusion: Confusion, listener: SampleScores, loader: ValLoader) ->
     rows = sorted(listener.rows, key=lambda row: row[0])
     worst = sorted(rows, key=lambda row: row[1])[:WORST]
     return ClassFigures(
-        counted=_counted(listener.task),
+        counted=_counted_unit(listener.task),
         classes=confusion.per_class(),
         confusion=confusion,
         mistakes=[Mistake(*one) for one in confusion.mistakes(MISTAKES)],
@@ -111,7 +111,7 @@ def _figures(confusion: Confusion, listener: SampleScores, loader: ValLoader) ->
     )
 
 
-def _counted(task: Task) -> str:
+def _counted_unit(task: Task) -> str:
     try:
         return "pixels" if task.signature().answer == "mask" else "images"
     except LeftOut:
@@ -158,12 +158,12 @@ def draw_samples(found: Evaluated, figures: ClassFigures, finished: Finished, fi
         heading,
         described_choice(chosen, found.choosing.total),
         finished.task.legend(),
-        _pictured_figures(figures),
+        _draw_figures(figures),
     )
     write_png(file, picture)
 
 
-def _pictured_figures(found: ClassFigures) -> list[Any]:
+def _draw_figures(found: ClassFigures) -> list[Any]:
     """Return the confusion matrix and the bars, side by side where both fit."""
     names = found.confusion.names
     # For single-label classes, Dice and F1 are the same number.

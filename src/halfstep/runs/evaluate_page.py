@@ -98,7 +98,7 @@ def figure_text(value: object, form: str = ".4f") -> str:
     return "-" if value is None else in_line(value) if isinstance(value, str) else format(value, form)
 
 
-def _short(name: str) -> str:
+def _shorten_name(name: str) -> str:
     return shortened(in_line(name), NAME)
 
 
@@ -128,7 +128,9 @@ def _classes(report: ClassFigures) -> Iterator[Block]:
     cells = []
     for row in rows[:MOST_CLASSES]:
         count = f"{row.truth / total:.1%}" if pixels else f"{row.truth:,}"
-        cells.append((_short(row.name), *(figure_text(getattr(row, key), ".3f") for key in figures.values()), count))
+        cells.append(
+            (_shorten_name(row.name), *(figure_text(getattr(row, key), ".3f") for key in figures.values()), count)
+        )
     yield Table(columns, tuple(cells), gap=True)
     if many:
         words = f"the lowest {MOST_CLASSES} of {len(rows)} classes; --csv FILE writes them all"
@@ -139,11 +141,11 @@ def _confusion(report: ClassFigures) -> tuple[Block, ...]:
     names = report.confusion.names
     if len(names) > MOST_COLUMNS:
         return _mistakes(report)
-    columns = (Column("true \\ predicted"), *(Column(_short(name)[:10], "right", "never") for name in names))
+    columns = (Column("true \\ predicted"), *(Column(_shorten_name(name)[:10], "right", "never") for name in names))
     rows = []
     for name, row in zip(names, report.confusion.counts.tolist(), strict=True):
         total = sum(row)
-        rows.append((_short(name), *(f"{count / total:.1%}" if total else "-" for count in row)))
+        rows.append((_shorten_name(name), *(f"{count / total:.1%}" if total else "-" for count in row)))
     return (Table(columns, tuple(rows), gap=True),)
 
 
@@ -151,7 +153,8 @@ def _mistakes(report: ClassFigures) -> tuple[Block, ...]:
     if not report.mistakes:
         return (Paragraph("nothing was confused", gap=True),)
     rows = tuple(
-        f"{_short(one.truth)} for {_short(one.answer)}: {one.count:,} {report.counted}, {one.share:.1%} of its own"
+        f"{_shorten_name(one.truth)} for {_shorten_name(one.answer)}: {one.count:,} {report.counted}, "
+        f"{one.share:.1%} of its own"
         for one in report.mistakes[:MOST_MISTAKES]
     )
     return Paragraph("most frequent confusions:", gap=True), Items(rows)

@@ -102,10 +102,10 @@ def exported(folder: Path, which: str | None, average: bool | None, own: type[Ta
     task = task_of(folder, own)
     chosen, averaged = chosen_weights(folder, task, which, average)
     if chosen == CHECKPOINT:
-        return _from_checkpoint(folder, task, averaged)
+        return _export_checkpoint(folder, task, averaged)
     file = file_of(chosen, averaged)
     model = model_with(task, folder / file)  # raises for non-finite weights
-    step, epoch, value = _when_saved(folder, file, task.metric)
+    step, epoch, value = _find_when_saved(folder, file, task.metric)
     # A run with an EMA evaluates the average, so its metric does not belong to the plain weights.
     evaluated = averaged or task.recipe.train.ema is None
     return Exported(task, model.eval(), file, averaged, step, epoch, value if evaluated else None)
@@ -137,7 +137,7 @@ def chosen_weights(folder: Path, task: Task, which: str | None, average: bool | 
     return chosen, averaged
 
 
-def _when_saved(folder: Path, file: str, metric: str) -> tuple[int | None, int | None, float | None]:
+def _find_when_saved(folder: Path, file: str, metric: str) -> tuple[int | None, int | None, float | None]:
     """Return the step, the epoch and the metric at which a file was last written, from the journal."""
     at, saved_at, waiting = None, None, False
     found: tuple[int | None, int | None, float | None] = None, None, None
@@ -154,7 +154,7 @@ def _when_saved(folder: Path, file: str, metric: str) -> tuple[int | None, int |
     return found
 
 
-def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
+def _export_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
     generation = newest_checkpoint(folder)
     state = State.from_parts(*read_state(generation, 0), where=str(generation.path))
     task.recipe = without_weights(task.recipe)
@@ -163,8 +163,8 @@ def _from_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
     if averaged and state.ema is not None:
         parameters |= state.ema["averages"]
         buffers |= state.ema["buffers"]
-    _put(saved_parameters(model), parameters, generation)
-    _put(dict(model.named_buffers()), buffers, generation)
+    _load_state(saved_parameters(model), parameters, generation)
+    _load_state(dict(model.named_buffers()), buffers, generation)
     if not finite(model):
         raise BadData(
             f"{generation.name} has weights that are not finite",
@@ -193,7 +193,7 @@ def newest_checkpoint(folder: Path) -> CheckpointDir:
     return verdict.generation
 
 
-def _put(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], generation: CheckpointDir) -> None:
+def _load_state(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], generation: CheckpointDir) -> None:
     unlike = sorted(own.keys() ^ saved.keys()) + [n for n in own if n in saved and own[n].shape != saved[n].shape]
     if unlike:
         raise StateMismatch(
@@ -261,10 +261,10 @@ def _validation_images(task: Task, signature: Signature) -> list[Tensor]:
         samples = [task.transform("val", source.read(number)) for number in numbers]
     except (HalfstepError, BadSample, OSError):
         return []
-    return [_cut(sample["image"].unsqueeze(0), signature) for sample in samples]
+    return [_crop_image(sample["image"].unsqueeze(0), signature) for sample in samples]
 
 
-def _cut(image: Tensor, signature: Signature, side: int = SIDE) -> Tensor:
+def _crop_image(image: Tensor, signature: Signature, side: int = SIDE) -> Tensor:
     """Crop to at most `side` × `side` in sizes the model accepts; inputs of fixed-size models stay as they are."""
     if not signature.variable_size:
         return image
@@ -287,7 +287,7 @@ def checked(model: nn.Module, written: Written, signature: Signature, images: li
         agreeing = _classes(expected) == _classes(got)
         same, decided = same + int(agreeing.sum()), decided + agreeing.numel()
     sizes = ["×".join(map(str, batch.shape)) for batch in inputs]
-    found = Checked(len(images), source, sizes, _taken_sizes(signature, written), difference, same / decided)
+    found = Checked(len(images), source, sizes, _describe_sizes(signature, written), difference, same / decided)
     # Negated, so that a NaN difference fails too.
     if not difference <= FARTHEST * max(scale, 1.0) or found.agreement < ENOUGH:
         raise WrongUse(
@@ -308,7 +308,7 @@ def _inputs(signature: Signature, images: list[Tensor], written: Written) -> lis
     alone = images if written.any_size else like
     inputs = [*alone, torch.cat([*like, images[0]])]
     if written.any_size and signature.variable_size:
-        inputs.append(_cut(images[0], signature, side=max(images[0].shape[-2:]) * 2 // 3))
+        inputs.append(_crop_image(images[0], signature, side=max(images[0].shape[-2:]) * 2 // 3))
     return inputs
 
 
@@ -316,7 +316,7 @@ def _classes(logits: Tensor) -> Tensor:
     return logits > 0 if logits.shape[1] == 1 else logits.argmax(1)
 
 
-def _taken_sizes(signature: Signature, written: Written) -> str:
+def _describe_sizes(signature: Signature, written: Written) -> str:
     multiple, crop = signature.preprocessing.multiple, signature.preprocessing.crop
     steps = f" in multiples of {multiple}" if multiple > 1 else ""
     size = f"{crop} × {crop} pixels" if crop else "one height and width"
@@ -388,7 +388,7 @@ def write_safetensors(found: Exported, image: Tensor, notes: Mapping[str, str], 
 
 def write_program(found: Exported, image: Tensor, notes: Mapping[str, str], file: Path) -> Written:
     """Write a torch.export program and return the one read back."""
-    program, any_batch, any_size = _traced(found, image)
+    program, any_batch, any_size = _trace_model(found, image)
     with file.open("wb") as written, _quietly():
         # torch would save the example inputs as a pickle.
         program.example_inputs = None
@@ -402,7 +402,7 @@ def write_onnx(found: Exported, image: Tensor, notes: Mapping[str, str], file: P
     """Write an ONNX file and return an onnxruntime session of it. Raise `MissingExtra` or `WrongUse`."""
     runtime = _onnx_packages()
     _fits_into_one_file(found.model)
-    program, any_batch, any_size = _traced(found, image)
+    program, any_batch, any_size = _trace_model(found, image)
     with _quietly():
         made: Any = torch.onnx.export(
             program, (), dynamo=True, verbose=False, input_names=["image"], output_names=["logits"]
@@ -420,7 +420,7 @@ def write_onnx(found: Exported, image: Tensor, notes: Mapping[str, str], file: P
 WRITERS = {"safetensors": write_safetensors, "onnx": write_onnx, "torch_export": write_program}
 
 
-def _traced(found: Exported, image: Tensor) -> tuple[Any, bool, bool]:
+def _trace_model(found: Exported, image: Tensor) -> tuple[Any, bool, bool]:
     """Return the exported program with as many dynamic sizes as it allows: batch and image, batch, or none."""
     signature, example = found.signature(), torch.cat([image] * 2)  # torch.export specializes on sizes of 1
     trials = [(True, True), (True, False), (False, False)]

@@ -70,7 +70,7 @@ def export(
     if format is not None and format not in (*SUFFIXES, FOLDER):
         raise unknown_name(advice("--format", "format"), format, [*SUFFIXES, FOLDER])
     if format == FOLDER or merge or (format is None and by_suffix is None and _has_layout(folder)):
-        return _written_folder(folder, file or folder / FILE, weights, ema, task, merge)
+        return _write_folder(folder, file or folder / FILE, weights, ema, task, merge)
     kind = format or by_suffix or "safetensors"
     file = file or folder / f"{FILE}{SUFFIXES[kind]}"
     _refuse(folder, file, kind, overwrite)
@@ -144,7 +144,7 @@ def _has_layout(run: Path) -> bool:
     return bool(getattr(options, "WRITES_FOLDER", False))
 
 
-def _written_folder(
+def _write_folder(
     run: Path,
     place: Path,
     weights: str | None,

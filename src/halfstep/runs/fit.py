@@ -135,9 +135,9 @@ def launch(
             # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
             found = find(folder) if session.state == UNFINISHED else None
             now("reading the data, building the model")
-            with nothing_collected(), _watched(quiet, now) as on_progress:
+            with nothing_collected(), _show_progress(quiet, now) as on_progress:
                 loop = make_loop(
-                    _ready(task, kind, recipe),
+                    _prepare_task(task, kind, recipe),
                     recipe,
                     folder,
                     journal,
@@ -204,8 +204,8 @@ class RunSession:
         # Rank 0 removes a new folder in which nothing was started; that is no loss to the other ranks.
         is_kept = self.state != NEW
         with (
-            _removed_unless_started(self.folder, self.state),
-            _lost_folder_named(self.folder) if is_kept else contextlib.nullcontext(),
+            _remove_unless_started(self.folder, self.state),
+            _name_lost_folder(self.folder) if is_kept else contextlib.nullcontext(),
             lost_ranks_named(self.lost),
         ):
             yield
@@ -213,7 +213,7 @@ class RunSession:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Name a lost folder and lost ranks."""
-        with _lost_folder_named(self.folder), lost_ranks_named(self.lost):
+        with _name_lost_folder(self.folder), lost_ranks_named(self.lost):
             yield
 
 
@@ -228,7 +228,7 @@ def _run_session(
     on_hang: OnHang | None,
 ) -> Iterator[RunSession]:
     """Catch signals, join the ranks, open and lock the folder, and watch the launch until it ends."""
-    # The order matters: `_opened` is collective and needs the process group, and signals must be caught around both.
+    # The order matters: `_open_run` is collective and needs the process group, and signals must be caught around both.
     options = resolved.recipe.world
     with (
         _store_copy(resolved.recipe) as remote,
@@ -237,7 +237,7 @@ def _run_session(
         together(options.start_timeout + MARGIN, ends_process=on_hang is not None) as joined,
         rng_preserved(),
         _require_same_settings(resolved),
-        _opened(resolved, new, accepted, now, remote) as opened,
+        _open_run(resolved, new, accepted, now, remote) as opened,
     ):
         recipe = kind.schema.model_validate(opened.recipe)
         folder, journal = Path(recipe.run.dir), Journal()
@@ -250,7 +250,7 @@ def _run_session(
             on_ending=joined.release if joined else lambda: None,
             peers=joined.peers if joined else None,
         )
-        beat = _ended_without_folder(folder, watchdog.beat)
+        beat = _watch_folder(folder, watchdog.beat)
         stopping.record_leaving(functools.partial(status.ended, within=1.0))
         if joined:
             joined.on_lost = functools.partial(_end_lost, status)
@@ -265,7 +265,7 @@ def _end_lost(status: RankStatus, reason: str) -> None:
     end_hung(reason)
 
 
-def _ended_without_folder(folder: Path, beat: Beat) -> Beat:
+def _watch_folder(folder: Path, beat: Beat) -> Beat:
     """Return `beat`, which also raises FolderLost if a heartbeat found that the folder is no longer the run's."""
 
     owner = owner_of(folder)
@@ -281,7 +281,7 @@ def _ended_without_folder(folder: Path, beat: Beat) -> Beat:
 
 
 @contextmanager
-def _lost_folder_named(folder: Path) -> Iterator[None]:
+def _name_lost_folder(folder: Path) -> Iterator[None]:
     """Raise FolderLost instead of RankFailed where the folder is lost: the other rank ended for that reason."""
     try:
         yield
@@ -348,7 +348,7 @@ def _claim(remote: Remote | None, folder: Path, launch: str) -> None:
 
 
 @contextmanager
-def _opened(
+def _open_run(
     resolved: Resolved, new: bool, accepted: Collection[str], now: Now, remote: Remote | None
 ) -> Iterator[OpenedRun]:
     """Open and lock the run's folder on rank 0 for all ranks."""
@@ -399,7 +399,7 @@ def _opened(
 
 
 @contextmanager
-def _watched(quiet: bool, now: Now) -> Iterator[OnProgress]:
+def _show_progress(quiet: bool, now: Now) -> Iterator[OnProgress]:
     """Yield a progress callback whose bar appears with the first call: most tasks have nothing to prepare."""
     with contextlib.ExitStack() as stack:
         bars: list[OnProgress] = []
@@ -414,7 +414,7 @@ def _watched(quiet: bool, now: Now) -> Iterator[OnProgress]:
 
 
 @contextmanager
-def _removed_unless_started(folder: Path, state: str) -> Iterator[None]:
+def _remove_unless_started(folder: Path, state: str) -> Iterator[None]:
     """Remove the folder of a run that failed to start, so that the corrected command can be repeated."""
     try:
         yield
@@ -445,7 +445,7 @@ def _class(task: Task | type[Task]) -> type[Task]:
     return task if isinstance(task, type) else type(task)
 
 
-def _ready(task: Task | type[Task] | None, kind: type[Task], recipe: Any) -> Task:
+def _prepare_task(task: Task | type[Task] | None, kind: type[Task], recipe: Any) -> Task:
     if not isinstance(task, Task):
         return kind(recipe)
     # A copy, so that two fits with one task object do not share state.

@@ -67,7 +67,7 @@ def runs(folder: str | os.PathLike[str] = "runs", most: int = 50) -> Listing:
             allowed="a folder of runs",
             do="give the folder that contains them, such as the parent of run.dir",
         ) from None
-    found = sorted(((_written_at(place), place) for place in places if is_run(place)), reverse=True)
+    found = sorted(((_last_write_time(place), place) for place in places if is_run(place)), reverse=True)
     rows = [_row(place, at) for at, place in found[:most]]
     return Listing(folder, rows, len(found) - len(rows), len(places) - len(found))
 
@@ -94,7 +94,7 @@ def _folders(folder: Path) -> list[Path]:
     return found
 
 
-def _written_at(run: Path) -> float:
+def _last_write_time(run: Path) -> float:
     """Return when a run wrote last."""
     times = [0.0]
     for name in (JOURNAL, STATUS, RESULT, RECIPE):
@@ -106,7 +106,7 @@ def _written_at(run: Path) -> float:
 
 
 def _row(run: Path, written_at: float) -> RunRow:
-    result, last = _fields(read_json(run / RESULT)), _last_events(run / JOURNAL)
+    result, last = _fields(read_json(run / RESULT)), _read_last_events(run / JOURNAL)
     state = state_of(run, last.get(END, {}))
     start, step = last.get(START, {}), last.get(STEP, {})
     best = _fields((result or last.get(EPOCH, {})).get("best"))
@@ -131,7 +131,7 @@ def state_of(run: Path, end: Event) -> RunState:
     """Return the state of a run from its result, its status and the end in its journal, if its last launch has one."""
     status = read_status(run, 0) or StatusFile()
     if status.state == status_files.RUNNING:
-        return _running(status)
+        return _state_without_end(status)
     why = _word(status.reason) or _word(end.get("error")) or ""
     if status.code is not None:
         return RunState(_BY_CODE.get(status.code, FAILED), why)
@@ -141,7 +141,7 @@ def state_of(run: Path, end: Event) -> RunState:
     return RunState(KILLED, "it ended without writing a result") if begun else RunState(NOT_BEGUN, "")
 
 
-def _running(status: StatusFile) -> RunState:
+def _state_without_end(status: StatusFile) -> RunState:
     """Return the state of a run that wrote no end."""
     running = RunState(RUNNING, _word(status.phase) or "")
     if status.is_of_this_host and status.pid is not None:
@@ -152,7 +152,7 @@ def _running(status: StatusFile) -> RunState:
     return RunState(SILENT, f"no heartbeat from {_word(status.host) or 'its host'}")
 
 
-def _last_events(path: Path) -> dict[str, Event]:
+def _read_last_events(path: Path) -> dict[str, Event]:
     """Return the last start, step, epoch and end of a journal, as far as its end and its first line have them."""
     found: dict[str, Event] = {}
     try:

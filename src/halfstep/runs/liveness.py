@@ -97,18 +97,18 @@ def _judge_ranks(folder: Path, statuses: Mapping[int, StatusFile | None], max_ag
     grace = min(max_age, max(FOR_A_BEAT, 2 * len(statuses) / RANKS_A_SECOND))
     for rank, status in statuses.items():
         if status is not None and status.state == ENDED:
-            judged[rank] = _as_ended(rank, status)
+            judged[rank] = _ended_rank(rank, status)
             continue
         if status is None or not status.is_of_this_host:
             watched[rank] = max_age
         elif _is_gone(status):
             watched[rank] = grace
         elif (age := now - status.written_at) > max_age:
-            judged[rank] = _as_running(rank, status, SILENT, age, f"no heartbeat for {age:.0f} s")
+            judged[rank] = _running_rank(rank, status, SILENT, age, f"no heartbeat for {age:.0f} s")
         elif age < 0.0:
             watched[rank] = grace
         else:
-            judged[rank] = _as_running(rank, status, MOVING, age, "")
+            judged[rank] = _running_rank(rank, status, MOVING, age, "")
     return [(judged | _watch(folder, statuses, watched))[rank] for rank in statuses]
 
 
@@ -127,16 +127,16 @@ def _watch(
             if status and status.launch not in launches:  # of an earlier attempt: no status of this rank yet
                 status = None
             if status and status.state == ENDED:
-                judged[rank] = _as_ended(rank, status)
+                judged[rank] = _ended_rank(rank, status)
             # The whole content, which `beat`, the step and the time are part of: earlier versions have no `beat`.
             elif status and status != statuses[rank]:
-                judged[rank] = _as_running(rank, status, MOVING, 0.0, "")
+                judged[rank] = _running_rank(rank, status, MOVING, 0.0, "")
             elif waited >= limit:
-                judged[rank] = _as_running(rank, status, SILENT, waited, _why_silent(status, waited))
+                judged[rank] = _running_rank(rank, status, SILENT, waited, _silence_reason(status, waited))
     return judged
 
 
-def _why_silent(status: StatusFile | None, waited: float) -> str:
+def _silence_reason(status: StatusFile | None, waited: float) -> str:
     if not status:
         return f"no status of this launch within {waited:.0f} s"
     if status.is_of_this_host and _is_gone(status):
@@ -154,11 +154,11 @@ def _judge(folder: Path, ranks: list[RankLiveness], restartable: Collection[int]
         # The rank that failed by itself, not those that lost it or stopped with it.
         first = min(failed, key=lambda one: (one.code in (TRY_AGAIN, HUNG), one.rank))
         again = all(one.rank in restartable for one in failed)
-        return RunLiveness(folder, FAILED, first.code or SOFTWARE, _named(first, ranks), again, ranks)
+        return RunLiveness(folder, FAILED, first.code or SOFTWARE, _name_ranks(first, ranks), again, ranks)
     silent = [one for one in ranks if one.state == SILENT]
     if silent:
         more = f"; {len(silent) - 1} more ranks are silent" if len(silent) > 1 else ""
-        return RunLiveness(folder, SILENT, HUNG, f"{_named(silent[0], ranks)}{more}", True, ranks)
+        return RunLiveness(folder, SILENT, HUNG, f"{_name_ranks(silent[0], ranks)}{more}", True, ranks)
     moving = [one for one in ranks if one.state == MOVING]
     if not moving:
         return RunLiveness(folder, FINISHED, 0, "finished", False, ranks)
@@ -168,18 +168,18 @@ def _judge(folder: Path, ranks: list[RankLiveness], restartable: Collection[int]
     return RunLiveness(folder, ALIVE, 0, f"{more}{where}", False, ranks)
 
 
-def _named(one: RankLiveness, ranks: list[RankLiveness]) -> str:
+def _name_ranks(one: RankLiveness, ranks: list[RankLiveness]) -> str:
     where = f" on {one.host}" if one.host else ""
     return f"rank {one.rank}{where}: {one.why}" if len(ranks) > 1 else one.why
 
 
-def _as_ended(rank: int, status: StatusFile) -> RankLiveness:
+def _ended_rank(rank: int, status: StatusFile) -> RankLiveness:
     # A code that no process can end with was not written by halfstep.
     known = SOFTWARE if status.code is None or not 0 <= status.code < 256 else status.code
-    return _as_running(rank, status, ENDED, None, (status.reason or "")[:LONGEST])._replace(code=known)
+    return _running_rank(rank, status, ENDED, None, (status.reason or "")[:LONGEST])._replace(code=known)
 
 
-def _as_running(rank: int, status: StatusFile | None, state: str, age: float | None, why: str) -> RankLiveness:
+def _running_rank(rank: int, status: StatusFile | None, state: str, age: float | None, why: str) -> RankLiveness:
     status = status or StatusFile()
     host, phase = (word[:LONGEST] if word else None for word in (status.host, status.phase))
     rounded = None if age is None else round(age, 1)

@@ -154,14 +154,14 @@ def _pick_validation_files(task: Task, folder: Path) -> Iterator[Path]:
         return
     for number in sorted({n * (len(source) - 1) // max(IMAGES - 1, 1) for n in range(IMAGES)}):
         try:
-            file = _stored(source, number, folder)
+            file = _stored_file(source, number, folder)
             read_image(file, channels)
         except (HalfstepError, BadSample, OSError):
             continue
         yield file
 
 
-def _stored(source: Source, number: int, folder: Path) -> Path:
+def _stored_file(source: Source, number: int, folder: Path) -> Path:
     """Return the image file of a sample, as it is stored."""
     for _, file in files_of(source, number):
         if Path(file).suffix.lower() in SUFFIXES:

@@ -26,12 +26,12 @@ LARGEST_FILE = 2**20
 
 def task_names() -> list[str]:
     """Return the names of all tasks a recipe may use."""
-    return sorted({*_own(), *_installed()})
+    return sorted({*_list_own(), *_list_installed()})
 
 
 def task_class(name: str) -> type[Task]:
     """Return the task of this name. Raise `UnknownName`, or `Contradiction` where two packages define it."""
-    own, installed = _own(), _installed()
+    own, installed = _list_own(), _list_installed()
     if name in own and name in installed:
         raise Contradiction(
             f"task {name!r} comes with halfstep, and with {_owner(installed[name])}",
@@ -39,9 +39,9 @@ def task_class(name: str) -> type[Task]:
             do=f"rename the entry point in {_owner(installed[name])}, or uninstall it",
         )
     if name in own:
-        return _imported(name)
+        return _import_task(name)
     if name in installed:
-        return _checked(installed[name].load(), f"the entry point {installed[name].value!r}")
+        return _check_task(installed[name].load(), f"the entry point {installed[name].value!r}")
     raise unknown_name("task", name, [*own, *installed])
 
 
@@ -60,7 +60,11 @@ def task_schemas() -> dict[str, dict[str, object]]:
 
 def task_options(name: str) -> Any:
     """Return the options module of a built-in task, which loads no torch; None for other tasks."""
-    if name in _own() and name not in _installed() and name in [m.name for m in pkgutil.iter_modules(options.__path__)]:
+    if (
+        name in _list_own()
+        and name not in _list_installed()
+        and name in [m.name for m in pkgutil.iter_modules(options.__path__)]
+    ):
         return importlib.import_module(f"{options.__name__}.{name}")
     return None
 
@@ -74,7 +78,7 @@ def task_from_file(path: str | Path) -> tuple[type[Task], str]:
     # Read once, so that the digest is that of the executed source even if the file changes meanwhile.
     text = _read(path)
     digest = hashlib.sha256(text).hexdigest()
-    module = _executed(path, text, digest)
+    module = _execute_file(path, text, digest)
     return _task_in(module, str(path)), digest
 
 
@@ -93,14 +97,14 @@ def _task_in(module: types.ModuleType, where: str) -> type[Task]:
             allowed="a file with exactly one class that derives from Task",
             do="write `class MyTask(Task)` in it, or leave one and move the others",
         )
-    return _checked(found[0], where)
+    return _check_task(found[0], where)
 
 
-def _own() -> list[str]:
+def _list_own() -> list[str]:
     return [m.name for m in pkgutil.iter_modules(tasks.__path__) if not m.ispkg and not m.name.startswith("_")]
 
 
-def _installed() -> dict[str, EntryPoint]:
+def _list_installed() -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
         if point.name in found and found[point.name].value != point.value:
@@ -117,7 +121,7 @@ def _owner(point: EntryPoint) -> str:
     return point.dist.name if point.dist else point.value
 
 
-def _imported(name: str) -> type[Task]:
+def _import_task(name: str) -> type[Task]:
     try:
         module = importlib.import_module(f"{tasks.__name__}.{name}")
     except ImportError as error:
@@ -136,7 +140,7 @@ def _is_task(value: object) -> TypeGuard[type[Task]]:
     return isinstance(value, type) and Task in value.__mro__
 
 
-def _checked(found: object, where: str) -> type[Task]:
+def _check_task(found: object, where: str) -> type[Task]:
     if not _is_task(found):
         raise WrongUse(
             f"{where} gives {type(found).__name__}, not a task", allowed="a class that derives from Task", do="fix it"
@@ -165,7 +169,7 @@ def _read(path: Path) -> bytes:
     return text
 
 
-def _executed(path: Path, text: bytes, digest: str) -> types.ModuleType:
+def _execute_file(path: Path, text: bytes, digest: str) -> types.ModuleType:
     # Registered in sys.modules, where dataclasses and pickle look classes up; the digest separates files of one name.
     module = types.ModuleType(f"halfstep_task_{path.stem}_{digest[:12]}")
     module.__file__ = str(path.resolve())

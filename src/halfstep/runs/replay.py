@@ -81,7 +81,7 @@ def replay(
     Raises:
         BadData: The folder holds no run, the run recorded no failed step, or the step's record is damaged.
     """
-    folder, found = _recorded(Path(os.path.expanduser(run)))
+    folder, found = _find_recorded(Path(os.path.expanduser(run)))
     if not found:
         raise BadData(
             f"{folder} has no recorded failed step",
@@ -89,7 +89,7 @@ def replay(
             do=advice(f"halfstep replay {folder} --list", f'halfstep.failed_steps("{folder}") says why'),
         )
     asked = read_precision(precision).name if precision else None
-    record = read(_chosen(folder, found, attempt))
+    record = read(_choose_step(folder, found, attempt))
     replayed = open_recorded(record, precision=asked, own=None if task is None else own_task(task))
     findings = _Findings()
     try:
@@ -100,7 +100,7 @@ def replay(
         findings.interrupted = True
     return ReplayReport(
         run=folder,
-        recorded=_described(record),
+        recorded=_describe_step(record),
         precision=replayed.choice.precision.name,
         device=replayed.choice.device.name,
         verdict=findings.verdict,
@@ -122,11 +122,11 @@ def failed_steps(run: str | os.PathLike[str]) -> FailedStepList:
     Raises:
         BadData: The folder holds no run.
     """
-    folder, found = _recorded(Path(os.path.expanduser(run)))
+    folder, found = _find_recorded(Path(os.path.expanduser(run)))
     rows = []
     for place in found:
         record = _read(place)
-        known = (None, record) if isinstance(record, str) else (_described(record), "")
+        known = (None, record) if isinstance(record, str) else (_describe_step(record), "")
         rows.append(ListedStep(place.path, place.attempt, *known))
     section = read_recipe(str(folder / RECIPE)).raw.get("guard")
     mode = section.get("mode") if isinstance(section, dict) else section
@@ -145,7 +145,7 @@ class _Findings:
     interrupted: bool = False
 
 
-def _recorded(folder: Path) -> tuple[Path, list[CheckpointDir]]:
+def _find_recorded(folder: Path) -> tuple[Path, list[CheckpointDir]]:
     """Return the run's folder and its failed steps; for the folder of one failed step, only that one."""
     refuse_earlier(folder)
     # A user may point at one failed step instead of its run.
@@ -163,7 +163,7 @@ def _recorded(folder: Path) -> tuple[Path, list[CheckpointDir]]:
     return folder, recorded_in(run)
 
 
-def _chosen(run: Path, found: list[CheckpointDir], attempt: int | None) -> CheckpointDir:
+def _choose_step(run: Path, found: list[CheckpointDir], attempt: int | None) -> CheckpointDir:
     if attempt is None:
         # If none is intact, opening the newest reports the problem.
         records = ((place, _read(place)) for place in reversed(found))
@@ -267,7 +267,7 @@ ROUNDS = len(ALSO) + 3
 """Its own precision, those above, the diagnosis, and an island."""
 
 
-def _described(record: Record) -> RecordedStep:
+def _describe_step(record: Record) -> RecordedStep:
     """Return what the run recorded about the step."""
     step, report = record.step, record.step.report
     figures = (report.attempt, report.step, report.reason, report.loss, report.grad_norm, report.loss_scale)
@@ -282,7 +282,7 @@ def _rerun_all(replayed: Replayed, findings: _Findings, on_progress: OnProgress)
     attempt, first = _failing(replayed, rounds)
     ways = [name for name in dict.fromkeys((recorded.precision, *ALSO)) if name != precision.name]
     for name in ways[: len(ALSO)]:
-        rounds.note(name, _tried(replayed, attempt, precision_named(name)), precision_named(name))
+        rounds.note(name, _try_replay(replayed, attempt, precision_named(name)), precision_named(name))
     verdict = _verdict(replayed, attempt, first)
     rounds.count()
     if verdict is not None:
@@ -291,7 +291,7 @@ def _rerun_all(replayed: Replayed, findings: _Findings, on_progress: OnProgress)
         path = next((remedy.target for remedy in verdict.remedies if remedy.kind == "island"), None)
         if path is not None:
             way = f"{precision.name}, {path or 'the model'} in fp32"
-            rounds.note(way, _tried(replayed, attempt, precision, (path,)), precision, path)
+            rounds.note(way, _try_replay(replayed, attempt, precision, (path,)), precision, path)
     on_progress(ROUNDS, ROUNDS)
 
 
@@ -319,7 +319,7 @@ def _failing(replayed: Replayed, rounds: _Rounds) -> tuple[StepInputs, TrialOutc
     own = precision.name == replayed.record.step.precision
     for rank, load in enumerate(replayed.attempts):
         attempt = load()
-        outcome = _tried(replayed, attempt, precision)
+        outcome = _try_replay(replayed, attempt, precision)
         if not outcome.finite or rank == len(replayed.attempts) - 1:
             break
     whose = f", process {rank}" if len(replayed.attempts) > 1 else ""
@@ -327,7 +327,7 @@ def _failing(replayed: Replayed, rounds: _Rounds) -> tuple[StepInputs, TrialOutc
     return attempt, outcome
 
 
-def _tried(
+def _try_replay(
     replayed: Replayed, attempt: StepInputs, precision: Precision, islands: tuple[str, ...] = ()
 ) -> TrialOutcome:
     # The recorded loss scale only fits the recorded precision; the loss itself does not depend on the scale.

@@ -49,7 +49,7 @@ def resolved_recipe(found: RawRecipe, settings: Settings = (), *, schema: Any = 
 
     Raise `BadRecipe`, `BadData` or `WrongUse` where it cannot be resolved.
     """
-    schema = schema or task_schema(_named_task(found))
+    schema = schema or task_schema(_task_name(found))
     if isinstance(settings, Mapping):
         fields = fields_of(schema)
         overrides = [Override(key_for(key, fields), value) for key, value in settings.items()]
@@ -57,7 +57,7 @@ def resolved_recipe(found: RawRecipe, settings: Settings = (), *, schema: Any = 
         overrides = read_flags(list(settings), schema)
     replaced = _pretrained_overrides(found, overrides)
     # A folder the user typed must exist. A recipe's default need not: other commands only inspect the recipe.
-    size = functools.partial(_sized, must_exist=any(one.key == "data.path" for one in overrides))
+    size = functools.partial(_choose_sizes, must_exist=any(one.key == "data.path" for one in overrides))
     resolved = resolve(found.raw, schema, [*overrides, *replaced], found.label, size)
     if not any(one.key == METRICS_FILE for one in overrides):
         _refuse_outside(resolved.recipe.run.prometheus)
@@ -92,15 +92,15 @@ def in_short(chosen: Sequence[ChosenSetting]) -> list[str]:
     """Return one line about the chosen settings, or none; the journal has the reasons."""
     if not chosen:
         return []
-    values = ", ".join(f"{one.key.rpartition('.')[2]} {_short(one.value)}" for one in chosen)
+    values = ", ".join(f"{one.key.rpartition('.')[2]} {_shorten_value(one.value)}" for one in chosen)
     return [f"sized to the set and the machine: {values}"]
 
 
-def _short(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     return f"of {len(value)}" if isinstance(value, list) else f"{value}"
 
 
-def _sized(recipe: Any, given: Mapping[str, object], *, must_exist: bool) -> Sequence[ChosenSetting]:
+def _choose_sizes(recipe: Any, given: Mapping[str, object], *, must_exist: bool) -> Sequence[ChosenSetting]:
     """Choose the settings a recipe leaves open, for its data set and this machine."""
     rules = _rules(recipe.task)
     # With every setting given, neither the data nor the device is looked at.
@@ -142,7 +142,7 @@ def _facts(recipe: Any, kinds: Sequence[str], must_exist: bool) -> Any:
         return set_facts(layout, on_progress)
 
 
-def _named_task(found: RawRecipe) -> str:
+def _task_name(found: RawRecipe) -> str:
     named = found.raw.get("task")
     if not isinstance(named, str):
         raise WrongUse(

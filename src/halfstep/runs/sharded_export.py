@@ -75,7 +75,7 @@ class StoredWeights:
 def weights_in_file(path: Path) -> Iterator[StoredWeights]:
     """Yield the weights of a safetensors file."""
     with ExitStack() as opened:
-        file = _opened(path, opened)
+        file = _open_file(path, opened)
         likes = {name: _like(file, name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         yield StoredWeights(likes, file.get_tensor)
 
@@ -95,13 +95,13 @@ def weights_in_checkpoint(generation: CheckpointDir, averaged: bool) -> Iterator
         unsaved = set(weights["non_persistent_buffers"])
         stored = {name: entry[f"${TENSOR}"] for name, entry in kept.items() if name not in unsaved}
     except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(generation.path, error) from error
+        raise _damaged_error(generation.path, error) from error
     with ExitStack() as opened:
         files: dict[int, Any] = {}
 
         def file_of(rank: int) -> Any:
             if rank not in files:
-                files[rank] = _opened(generation.path / tensors_of(rank), opened)
+                files[rank] = _open_file(generation.path / tensors_of(rank), opened)
             return files[rank]
 
         def like(name: str) -> Tensor:
@@ -118,7 +118,9 @@ def weights_in_checkpoint(generation: CheckpointDir, averaged: bool) -> Iterator
                 part = file_of(chunk.rank).get_tensor(stored[name])
                 # An assignment would spread a smaller one over its place, without a word.
                 if tuple(part.shape) != chunk.sizes:
-                    raise _damaged(generation.path, f"{name} is {tuple(part.shape)} in the file of rank {chunk.rank}")
+                    raise _damaged_error(
+                        generation.path, f"{name} is {tuple(part.shape)} in the file of rank {chunk.rank}"
+                    )
                 joined[chunk.place] = part
             return joined
 
@@ -129,7 +131,7 @@ def weights_in_checkpoint(generation: CheckpointDir, averaged: bool) -> Iterator
 _NOWHERE = torch.device("meta")
 
 
-def _damaged(path: Path, reason: object) -> BadData:
+def _damaged_error(path: Path, reason: object) -> BadData:
     return BadData(
         f"{path} cannot be read as weights: {reason}",
         allowed="what halfstep wrote",
@@ -137,13 +139,13 @@ def _damaged(path: Path, reason: object) -> BadData:
     )
 
 
-def _opened(path: Path, opened: ExitStack) -> Any:
+def _open_file(path: Path, opened: ExitStack) -> Any:
     try:
         check_header(path)
         return opened.enter_context(safe_open(path, "pt"))
     except Exception as error:
         # A made-up file can cause any exception in the reader.
-        raise _damaged(path, error) from error
+        raise _damaged_error(path, error) from error
 
 
 def _like(file: Any, name: str) -> Tensor:

@@ -121,16 +121,16 @@ def snippet(task: Task, model: Any, signature: Signature | None, file: Path, for
     pages = signature.preprocessing.channels not in MODES
     names = "Image, ImageOps, ImageSequence" if pages else "Image, ImageOps"
     # isort's order: plain imports first.
-    head = "\n".join(sorted({*imports, "import numpy as np", f"from PIL import {names}"}, key=_isorted))
+    head = "\n".join(sorted({*imports, "import numpy as np", f"from PIL import {names}"}, key=_import_order))
     return "\n".join([head, "", loading + _forward(format), *_using(signature, photo)])
 
 
-def _isorted(line: str) -> tuple[bool, str]:
+def _import_order(line: str) -> tuple[bool, str]:
     return line.startswith("from"), line.lower()
 
 
 def _weights(task: Task, model: Any, file: Path) -> tuple[list[str], str]:
-    imports, built = _built(task, model)
+    imports, built = _build_lines(task, model)
     lines = [*built, f"model.load_state_dict(load_file({json.dumps(str(file))}))", "model.eval()"]
     return ["import torch", *imports, "from safetensors.torch import load_file"], "\n".join(lines)
 
@@ -159,7 +159,7 @@ def class_to_build(model: Any, format: str) -> str | None:
     return None if format != "safetensors" or theirs or type(model) is UNet else type(model).__name__
 
 
-def _built(task: Task, model: Any) -> tuple[list[str], list[str]]:
+def _build_lines(task: Task, model: Any) -> tuple[list[str], list[str]]:
     """Return the imports, and the lines that build the model."""
     options: Any = task.recipe.model
     data: Any = getattr(task.recipe, "data", None)

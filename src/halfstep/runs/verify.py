@@ -55,13 +55,13 @@ def verify(
     error, proof, found = _damage(folder, result), None, None
     if data and error is None:
         found = _check_data(folder, result.verdicts[0].generation, task)
-        error = _other_data(found)
+        error = _changed_data_error(found)
     if resume_steps is not None and error is None:
-        error = _several_processes(folder, result)
+        error = _several_processes_error(folder, result)
         if error is None:
             proof = _prove(folder, result.verdicts, resume_steps, task)
-            error = _not_exact(proof)
-    return replace(_described(folder, result, error, proof), data=found)
+            error = _not_exact_error(proof)
+    return replace(_make_report(folder, result, error, proof), data=found)
 
 
 # -- every byte -------------------------------------------------------------------------------------------------------
@@ -180,11 +180,11 @@ def _damage(folder: Path, result: VerifiedRun) -> HalfstepError | None:
     return BadData(
         f"{len(damaged)} of {len(result.verdicts)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged",
         allowed="intact checkpoints",
-        do=_what_a_resume_does(folder, result),
+        do=_describe_resume(folder, result),
     )
 
 
-def _what_a_resume_does(folder: Path, result: VerifiedRun) -> str:
+def _describe_resume(folder: Path, result: VerifiedRun) -> str:
     from halfstep.train.run_folder import is_finished
 
     newest = next(one for one in result.verdicts if one.problem is None).generation
@@ -197,7 +197,7 @@ def _what_a_resume_does(folder: Path, result: VerifiedRun) -> str:
     return f"start the run with the same command: it continues from {newest.name} (step {newest.attempt:,}){again}"
 
 
-def _described(folder: Path, result: VerifiedRun, error: HalfstepError | None, proof: Proof | None) -> VerifyReport:
+def _make_report(folder: Path, result: VerifiedRun, error: HalfstepError | None, proof: Proof | None) -> VerifyReport:
     from halfstep.checkpoint.paths import CHECKPOINTS, set_aside
 
     checkpoints = []
@@ -224,7 +224,7 @@ def _check_data(folder: Path, newest: CheckpointDir, task: type[Task] | str | os
         return check_data(folder, newest, own_task(task) if task is not None else None, on_progress)
 
 
-def _other_data(found: VerifiedData) -> BadData | None:
+def _changed_data_error(found: VerifiedData) -> BadData | None:
     if not found.changes:
         return None
     return BadData(
@@ -237,7 +237,7 @@ def _other_data(found: VerifiedData) -> BadData | None:
 # -- k + k = 2k -------------------------------------------------------------------------------------------------------
 
 
-def _several_processes(folder: Path, result: VerifiedRun) -> WrongUse | None:
+def _several_processes_error(folder: Path, result: VerifiedRun) -> WrongUse | None:
     # The proof trains in this process alone, without the other ranks.
     together = max(one.manifest.world_size for one in result.verdicts if one.manifest is not None)
     if together == 1:
@@ -267,7 +267,7 @@ def _prove(
         return prove(rebuilding(folder, own), [one.generation for one in verdicts], steps, Path(place), on_progress)
 
 
-def _not_exact(proof: Proof) -> NotExact | None:
+def _not_exact_error(proof: Proof) -> NotExact | None:
     if proof.equal:
         return None
     lines = [str(one) for one in (proof.loss, proof.state) if one is not None]

@@ -43,11 +43,11 @@ def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _do(place: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     began = time.perf_counter()
-    row = {"part": question["do"], "figure": "", "figures": {}, "error": None, **_ended(place, question["do"])}
+    row = {"part": question["do"], "figure": "", "figures": {}, "error": None, **_run_part(place, question["do"])}
     return place, row | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def _ended(place: Any, name: str) -> dict[str, Any]:
+def _run_part(place: Any, name: str) -> dict[str, Any]:
     """Run a part and return how it ended."""
     from halfstep.selftest.facts import without_names
     from halfstep.selftest.part import PartFailed, PartSkipped

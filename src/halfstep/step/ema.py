@@ -147,7 +147,7 @@ class Ema:
     def _look_at_buffers(self) -> None:
         """Rebuild the pairs after buffers were registered, replaced or resized."""
         named = self._named_buffers()
-        if not _same_shapes(self._copies, named):
+        if not _have_same_shapes(self._copies, named):
             self._copies = _clones(named)
         self._sources = list(self._buffers)
         pairs = [(self._copies[name], buffer) for name, buffer in named.items()]
@@ -177,10 +177,10 @@ class Ema:
         own = [p.detach().clone() for p in self._parameters]
         own_buffers = _clones(self._named_buffers())
         try:
-            self._put(self._averages, self._copies)
+            self._load_average(self._averages, self._copies)
             yield
         finally:
-            self._put(own, own_buffers)
+            self._load_average(own, own_buffers)
 
     def averages(self) -> dict[str, Tensor]:
         """Return the averaged parameters by name."""
@@ -207,7 +207,7 @@ class Ema:
 
     def load_state_dict(self, state: EmaState) -> None:
         """Load a state; raise StateMismatch for the averages or buffers of another model."""
-        if not _same_shapes(self.averages(), state["averages"]):
+        if not _have_same_shapes(self.averages(), state["averages"]):
             differing = sorted(set(state["averages"]) ^ set(self._names)) or ["shapes"]
             raise StateMismatch(
                 f"averages of another model: {', '.join(differing[:5])} differ",
@@ -234,17 +234,17 @@ class Ema:
 
     # Not on `in_place`: round a generator torch (2.10 to 2.15) raises with a call that Python 3.12 deprecates.
     @torch.no_grad()
-    def _put(self, parameters: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
+    def _load_average(self, parameters: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
         for target, value in zip(self._parameters, parameters, strict=True):
             # Into the parameters themselves: the optimizer and DistributedDataParallel hold references to them.
             target.detach().copy_(value)
         for name, buffer in self._buffers.named().items():
             if as_written(name) in buffers:
-                self._put_buffer(name, buffer, buffers[as_written(name)])
+                self._load_buffer(name, buffer, buffers[as_written(name)])
         # Otherwise an autocast that is still open would use casts of the weights from before the swap.
         torch.clear_autocast_cache()
 
-    def _put_buffer(self, name: str, buffer: Tensor, value: Tensor) -> None:
+    def _load_buffer(self, name: str, buffer: Tensor, value: Tensor) -> None:
         try:
             if buffer.shape == value.shape:
                 buffer.copy_(value)
@@ -259,7 +259,7 @@ def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _same_shapes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+def _have_same_shapes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(ours[name].shape == theirs[name].shape for name in ours)
 
 

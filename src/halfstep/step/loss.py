@@ -70,7 +70,7 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
     loss = getattr(result, "loss", None)
     if isinstance(loss, (Tensor, Counted)):
         return loss, None
-    raise _not_a_loss(result)
+    raise _not_a_loss_error(result)
 
 
 # -- one loss in a window ---------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class LossSlot:
             )
         plain = loss.sum if counted else loss
         if not (isinstance(plain, Tensor) and plain.ndim == 0 and plain.requires_grad):
-            raise _not_a_loss(plain)
+            raise _not_a_loss_error(plain)
         value = widen(plain)
         # A sum is divided before backward, because its gradients may overflow fp16. The exact count is known only after
         # the agreement, and is folded into unscaling.
@@ -163,7 +163,7 @@ class LossSlot:
             self._unscaled = self.divided / self.microbatches / self.scale.value
         else:
             assert self.total is not None, "a count comes with its sum"
-            count = ranks.agree(_wide(self.count, self.total.device)).item()
+            count = ranks.agree(_widen_count(self.count, self.total.device)).item()
             self._unscaled = ranks.size * (self.base_count or 1.0) / (count if count > 0.0 else 1.0) / self.scale.value
         return self._unscaled
 
@@ -176,14 +176,14 @@ class LossSlot:
     def numbers(self) -> list[Tensor]:
         """Return the total, and the count if there is one."""
         assert self.total is not None, "asked before a loss was seen"
-        return [self.total] if self.count is None else [self.total, _wide(self.count, self.total.device)]
+        return [self.total] if self.count is None else [self.total, _widen_count(self.count, self.total.device)]
 
     def numbers_on_ranks(self) -> list[Tensor]:
         """Return the sum and its count, or the mean and -1. Summed over ranks, NaN and inf are preserved."""
         assert self.total is not None, "asked before a loss was seen"
         if self.count is not None:
-            return [self.total, _wide(self.count, self.total.device)]
-        return [self.total / self.microbatches, _wide(-1.0, self.total.device)]
+            return [self.total, _widen_count(self.count, self.total.device)]
+        return [self.total / self.microbatches, _widen_count(-1.0, self.total.device)]
 
     def begin_without_batch(self, device: torch.device, ranks: Ranks, window: int) -> None:
         """Set up a window without a batch: this rank adds nothing to the total, and offers no count."""
@@ -239,7 +239,7 @@ def base_count(count: float, microbatches: int, ranks: int) -> float | None:
     return everywhere if 0.0 < everywhere < math.inf else None
 
 
-def _wide(count: Count, device: torch.device) -> Tensor:
+def _widen_count(count: Count, device: torch.device) -> Tensor:
     """Return a count as a tensor in the widest dtype of its device, so that it is exact."""
     return torch.as_tensor(count, dtype=widest_dtype(device), device=device)
 
@@ -249,7 +249,7 @@ _ALLOWED = (
 )
 
 
-def _not_a_loss(given: Any) -> WrongUse:
+def _not_a_loss_error(given: Any) -> WrongUse:
     if isinstance(given, tuple):
         return WrongUse(
             f"a tuple of {len(given)} as the loss, which could be (loss, metric) or (sum, count)",

@@ -21,15 +21,15 @@ def plain_parts(tensors: Iterable[Tensor]) -> list[list[tuple[int, Tensor]]]:
     That is the tensor itself, or those inside a wrapper such as a DTensor. A list is empty for tensors without memory
     of that kind: sparse, meta and fake ones.
     """
-    return [list(_plain_parts(tensor)) for tensor in tensors]
+    return [list(_list_plain_parts(tensor)) for tensor in tensors]
 
 
-def _plain_parts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _list_plain_parts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         for held in [getattr(tensor, name) for name in flatten()[0]]:
             if isinstance(held, Tensor):
-                yield from _plain_parts(held)
+                yield from _list_plain_parts(held)
         return
     try:
         storage = tensor.untyped_storage()

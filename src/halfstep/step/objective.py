@@ -280,7 +280,7 @@ class Agreement:
         # One vector on one device: each further tensor would be one more synchronization with the host.
         device = objectives[0].loss.device
         if self._ranks.size == 1:
-            return self._alone(objectives, votes, flags, device)
+            return self._decide_alone(objectives, votes, flags, device)
         body = [on(device, number).double() for objective in objectives for number in objective.numbers_on_ranks()]
         shares = [on(device, share).double() for o in objectives for share in o.squared_shares()]
         squared = torch.stack(shares).sum()
@@ -314,7 +314,9 @@ class Agreement:
             _check_tokens(agreed[0], agreed[1], self._ranks.size)
         return agreed[3:], found
 
-    def _alone(self, objectives: Sequence[Objective], votes: Votes, flags: LocalFlags, device: torch.device) -> Votes:
+    def _decide_alone(
+        self, objectives: Sequence[Objective], votes: Votes, flags: LocalFlags, device: torch.device
+    ) -> Votes:
         # One tensor for all numbers: the host waits for the device once.
         flat = [number for objective in objectives for number in objective.numbers()]
         if flags.bad_buffer is not None:
@@ -393,7 +395,7 @@ def refused_by(guards: Sequence[Guard], report: StepReport, ranks: Ranks, window
     """
     if ranks.size == 1 or all(getattr(guard, "same_on_all_ranks", False) for guard in guards):
         return next((guard.name for guard in guards if not guard.passes(report)), None)
-    refusals, error = _asked(guards, report)
+    refusals, error = _ask_guards(guards, report)
     if error is not None:
         ranks.publish_failure(window, error)
     # After the message was stored: the others look for it as soon as they have this result.
@@ -405,7 +407,7 @@ def refused_by(guards: Sequence[Guard], report: StepReport, ranks: Ranks, window
     return next((guard.name for guard, ranks_against in zip(guards, refused, strict=True) if ranks_against), None)
 
 
-def _asked(guards: Sequence[Guard], report: StepReport) -> tuple[list[bool], BaseException | None]:
+def _ask_guards(guards: Sequence[Guard], report: StepReport) -> tuple[list[bool], BaseException | None]:
     """Return which guards refuse; asking stops at the first refusal, as with one process."""
     refusals = [False] * len(guards)
     try:

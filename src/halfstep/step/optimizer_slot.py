@@ -107,7 +107,7 @@ class Gradients:
         self.local = self._summed = found
         sparse = any([gradient.is_sparse for gradient in found])
         if self.sharded or sparse:
-            self.local = self._summed = [_plain(p) for p in self.parameters if p.grad is not None]
+            self.local = self._summed = [_dense_gradient_like(p) for p in self.parameters if p.grad is not None]
         if sparse:
             # Autograd may repeat an index in a sparse gradient. Only norms see the sum: optimizers differ in how they
             # coalesce, and get what autograd made.
@@ -157,7 +157,7 @@ class Gradients:
             for p in self.parameters:
                 if p.grad is not None and p.grad.is_sparse:
                     p.grad = p.grad.coalesce()
-            self.local = [_plain(p) for p in self.parameters if p.grad is not None]
+            self.local = [_dense_gradient_like(p) for p in self.parameters if p.grad is not None]
         if wide := self._wide():
             torch._foreach_clamp_min_(wide, -limit)
             torch._foreach_clamp_max_(wide, limit)
@@ -201,7 +201,7 @@ def wide_norm(gradients: list[Tensor]) -> Tensor:
     return total
 
 
-def _plain(parameter: Tensor) -> Tensor:
+def _dense_gradient_like(parameter: Tensor) -> Tensor:
     """Return the dense local tensor with a gradient's values."""
     gradient = parameter.grad
     assert gradient is not None
@@ -286,12 +286,12 @@ class OptimizerSlot:
         """Return the states of optimizer and schedule, with their types."""
         return {
             "kind": type(self.optimizer).__name__,
-            "optimizer": self._plain_state(),
+            "optimizer": self._read_plain_state(),
             "schedule_kind": None if self.schedule is None else type(self.schedule).__name__,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
         }
 
-    def _plain_state(self) -> dict[str, Any]:
+    def _read_plain_state(self) -> dict[str, Any]:
         state = self.optimizer.state_dict()
         if "torchao.optim" not in sys.modules:
             return state
@@ -375,13 +375,13 @@ class OptimizerSlot:
             saved = with_small_states(saved)
         self.optimizer.load_state_dict(saved)
         if self.weights is not None:
-            self._put_wide_states(saved)
+            self._load_wide_states(saved)
         if small:
             share_tables(self.optimizer.state.values())
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
 
-    def _put_wide_states(self, saved: Mapping[str, Any]) -> None:
+    def _load_wide_states(self, saved: Mapping[str, Any]) -> None:
         """Set the states again: torch rounds the moments of a parameter to the format of the parameter."""
         for index, parameter in enumerate(owned_by(self.optimizer)):
             for name, value in saved["state"].get(index, {}).items():

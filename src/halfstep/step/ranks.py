@@ -175,11 +175,11 @@ class Ranks:
     def first_of(self, window: int, what: str) -> float | None:
         """Return the value of the lowest rank that has one. Not a collective: a rank may fail on its way here."""
         for rank in range(self.size):
-            if (text := self._from(rank, window, what)) != "":
+            if (text := self._error_from(rank, window, what)) != "":
                 return float(text)
         return None
 
-    def _from(self, rank: int, window: int, what: str) -> str:
+    def _error_from(self, rank: int, window: int, what: str) -> str:
         store: Any = self._store
         key, failed = f"{window}/{what}/{rank}", f"{window}/{rank}"
         while not store.check([key]):
@@ -265,7 +265,7 @@ class Together:
         """
         # Read first: `complete` starts further collectives.
         place = begun()
-        if not _published(self.ranks, window, error):
+        if not _publish_error(self.ranks, window, error):
             self._part(error)
         # No rank waits either if all of them failed at the same place, as with a mistake in the loss function.
         elif self._meets(complete, vote) or self.ranks.all_failed(window, place):
@@ -295,7 +295,7 @@ class Together:
                     raise error
 
 
-def _published(ranks: Ranks, window: int, error: BaseException) -> bool:
+def _publish_error(ranks: Ranks, window: int, error: BaseException) -> bool:
     """Publish an error for the other ranks; return False if it came from them, or if they cannot be reached."""
     if isinstance(error, RankFailed):
         return error.usable

@@ -118,7 +118,7 @@ class Replicated(Synchronizer):
             return True
         begun = 0 if self._before_backward < 0 else self._ranks.collectives() - self._before_backward
         # Either no bucket was sent, and a backward of zeros keeps the reducer usable; or all of them were.
-        if _finalized(self._job):
+        if _is_finalized(self._job):
             if begun == 0:
                 self.without_batch(gradients, autocast)
             return True
@@ -186,7 +186,7 @@ class Wrapped(Synchronizer):
             # The others wait in this rank's part of the buffer broadcast.
             self.model._pre_forward()
         begun = 0 if self._before_backward < 0 else self._ranks.collectives() - self._before_backward
-        if begun == 0 or not _finalized(self.model):
+        if begun == 0 or not _is_finalized(self.model):
             _reduce_rest(self.model, begun, self._ranks)
             # DistributedDataParallel reorders its buckets once, after the first backward that every rank has seen.
             self.model.reducer._push_all_rebuilt_params()
@@ -257,7 +257,7 @@ def _zero_loss_of_no_parameter(model: Any, _: object) -> Tensor:
     return torch.zeros((), device=next(model.parameters()).device, requires_grad=True) * 1.0
 
 
-def _finalized(wrapped: DistributedDataParallel) -> bool:
+def _is_finalized(wrapped: DistributedDataParallel) -> bool:
     """Return whether no backward is in the middle of its reduction."""
     try:
         wrapped._check_reducer_finalized()
@@ -295,10 +295,12 @@ class SentBuffers:
     def send(self, ranks: Ranks) -> None:
         """Overwrite every rank's buffers with rank 0's."""
         if self._places:
-            send_from_rank_zero_([_same_or(spare, some.get(name)) for some, name, spare in self._places], ranks)
+            send_from_rank_zero_(
+                [_reuse_or_allocate(spare, some.get(name)) for some, name, spare in self._places], ranks
+            )
 
 
-def _same_or(spare: Tensor, buffer: Tensor | None) -> Tensor:
+def _reuse_or_allocate(spare: Tensor, buffer: Tensor | None) -> Tensor:
     alike = buffer is not None and (buffer.shape, buffer.dtype) == (spare.shape, spare.dtype)
     return buffer if buffer is not None and alike else spare
 

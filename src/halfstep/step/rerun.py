@@ -228,7 +228,7 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
     device = next(model.parameters()).device
     held = holdings(model, attempt.loss_fn, attempt.microbatches)
     origins = NonfiniteOrigins(model, attempt.microbatches, held.tensors)
-    bad_before = set(_not_finite(model, held))
+    bad_before = set(_find_nonfinite_buffers(model, held))
     kept = undisturbed(model, attempt, held, device, compiled=config.compiled)
     with kept as rollback, trial_island(model, *config.islands), wide_weights(model, config.precision):
         with ExitStack() as active:
@@ -249,8 +249,10 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
             after_backward = origins.order
             if config.on_gradients is not None:
                 _edit(model, attempt, shares, config.on_gradients)
-        buffers = {name: buffer for name, buffer in _not_finite(model, held).items() if name not in bad_before}
-        found = _judged(model, attempt, shares, buffers, origins, config)
+        buffers = {
+            name: buffer for name, buffer in _find_nonfinite_buffers(model, held).items() if name not in bad_before
+        }
+        found = _judge_rerun(model, attempt, shares, buffers, origins, config)
     if found.origin is None or found.origin.order <= after_backward:
         return found
     return replace(found, origin=replace(found.origin, module=ON_GRADIENTS))
@@ -277,7 +279,7 @@ def _store_as(parameter: Tensor, data: Tensor, gradient_dtype: torch.dtype | Non
         parameter.grad_dtype = gradient_dtype
 
 
-def _not_finite(model: nn.Module, held: HeldTensors) -> dict[str, Tensor]:
+def _find_nonfinite_buffers(model: nn.Module, held: HeldTensors) -> dict[str, Tensor]:
     """Return the non-finite buffers, by name."""
     named = [(as_written(name), buffer) for name, buffer in model.named_buffers()]
     for holder, module in held.modules:
@@ -338,7 +340,7 @@ def _edit(model: nn.Module, attempt: StepInputs, shares: Mapping[str, ReplayLoss
         on_gradients(parameters)
 
 
-def _judged(
+def _judge_rerun(
     model: nn.Module,
     attempt: StepInputs,
     shares: Mapping[str, ReplayLoss],
@@ -355,7 +357,7 @@ def _judged(
     plain = {name: local(gradient) for name, (_, gradient) in gradients.items()}
     # The loss first: if it is non-finite, its gradients say nothing more.
     origin = (
-        (origins.reaching(losses) or _of_gradients(model, plain, origins) or origins.reaching(buffers.values()))
+        (origins.reaching(losses) or _origin_of_gradients(model, plain, origins) or origins.reaching(buffers.values()))
         if not config.compiled
         else None
     )
@@ -406,7 +408,7 @@ def _gradients(model: nn.Module, attempt: StepInputs) -> dict[str, tuple[str, Te
     }
 
 
-def _of_gradients(model: nn.Module, gradients: Mapping[str, Tensor], origins: NonfiniteOrigins) -> Made | None:
+def _origin_of_gradients(model: nn.Module, gradients: Mapping[str, Tensor], origins: NonfiniteOrigins) -> Made | None:
     found = origins.reaching(gradients.values())
     if found is None or not distributed.is_sharded(model.parameters()):
         return found

@@ -80,14 +80,14 @@ def shard_units(model: nn.Module, narrow: torch.dtype | None) -> list[ShardUnit]
     whole = sum(parameter.numel() for parameter in model.parameters())
     wanted = {**dict.fromkeys(_blocks("", model, special, whole * _LARGE), BLOCK), **special}
     wanted.pop("", None)
-    units = [*_taken(model, wanted, min(whole * _ENOUGH, _MANY)), ShardUnit("", (model,), ROOT, wide=False)]
+    units = [*_select_units(model, wanted, min(whole * _ENOUGH, _MANY)), ShardUnit("", (model,), ROOT, wide=False)]
     if "" in special:
         return [replace(unit, wide=True) for unit in units if unit.kind != NORMS]
     taken = {unit.name for unit in units}
     # An fp32 module that cannot be a unit makes the unit around it fp32: a unit has one policy.
     left = [name for name in special if name not in taken]
     holders = {max((u.name for u in units if _is_inside(name, u.name)), key=len) for name in left}
-    return list(_grouped([replace(unit, wide=True) if unit.name in holders else unit for unit in units]))
+    return list(_group_units([replace(unit, wide=True) if unit.name in holders else unit for unit in units]))
 
 
 def apply_fully_shard(
@@ -155,7 +155,7 @@ def _blocks_of_stage(name: str, stage: nn.Module, special: Mapping[str, str], la
             yield from _blocks(f"{name}.{key}", child, special, large)
 
 
-def _taken(model: nn.Module, wanted: Mapping[str, str], enough: float) -> list[ShardUnit]:
+def _select_units(model: nn.Module, wanted: Mapping[str, str], enough: float) -> list[ShardUnit]:
     """Return those that can be units, inner ones first: with enough parameters of their own, none of them tied."""
     places = _places(model)
     held: set[int] = set()
@@ -179,7 +179,7 @@ def _places(module: nn.Module) -> Counter[int]:
     return Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
 
 
-def _grouped(units: list[ShardUnit]) -> Iterator[ShardUnit]:
+def _group_units(units: list[ShardUnit]) -> Iterator[ShardUnit]:
     """Yield the units, with the normalization layers of each block as one: every unit costs collectives."""
     norms: dict[str, list[nn.Module]] = {}
     for unit in units:

@@ -164,7 +164,7 @@ class Sharded(Synchronizer):
             weights = gather_in_fp8(self._groups, self._ranks.largest)
         except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as error:
             # Private classes of torch and torchao. In bf16 the products have the same bits.
-            self.findings = (_gathered_in_bf16(error),)
+            self.findings = (_bf16_gather_finding(error),)
             return
         self._scale_weights = lambda _: compute_scales(weights, self._ranks.largest)
 
@@ -217,7 +217,7 @@ class Sharded(Synchronizer):
 
     def without_batch(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> None:
         """Run an earlier batch once per micro-batch of the others, and send zeros as gradients."""
-        loss_fn, batch = self._remembered()
+        loss_fn, batch = self._remembered_step()
         place, length = 0, 1
         while place < length:
             self._traffic.start(silent=True)
@@ -231,7 +231,7 @@ class Sharded(Synchronizer):
             place += 1
         self._traffic.start()
 
-    def _remembered(self) -> tuple[LossFunction, Any]:
+    def _remembered_step(self) -> tuple[LossFunction, Any]:
         if self._good is None:
             raise WrongUse(
                 "step(None) in the first window of a model under FSDP2",
@@ -299,7 +299,7 @@ class Sharded(Synchronizer):
             self.abandon()
 
 
-def _gathered_in_bf16(error: Exception) -> Finding:
+def _bf16_gather_finding(error: Exception) -> Finding:
     return Finding(
         "fp8.gather",
         "note",

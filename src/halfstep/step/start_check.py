@@ -147,7 +147,7 @@ def check_start(
             if not is_too_large(error):
                 raise
             traceback.clear_frames(error.__traceback__)
-            attempt, samples = _cut(attempt)
+            attempt, samples = _cut_batch(attempt)
             deviations, factor = _Runs(model, attempt, precision, pair, include).compare()
     except Exception as error:
         # The frames of the failed run hold its tensors, and the step needs the room.
@@ -172,7 +172,7 @@ def _check_possible(model: nn.Module, attempt: StepInputs, ranks: int) -> None:
         raise _NotComparable("SyncBatchNorm waits for all ranks, and one may have no room for fp32")
 
 
-def _cut(attempt: StepInputs) -> tuple[StepInputs, int]:
+def _cut_batch(attempt: StepInputs) -> tuple[StepInputs, int]:
     """Return the same step with the first samples of its batch."""
     batch = attempt.microbatches[0]
     sizes = {leaf.shape[0] for _, leaf in leaves(batch) if leaf.ndim}
@@ -222,7 +222,7 @@ class _Runs:
         while factor > 1.0 and factor * largest > self._precision.computes.largest / 2:
             factor /= 2.0
         narrow = self._run(self._precision, factor)
-        while factor > 1.0 and math.isfinite(narrow.loss) and not _all_finite(narrow.gradients):
+        while factor > 1.0 and math.isfinite(narrow.loss) and not _are_all_finite(narrow.gradients):
             factor /= 2.0
             narrow = self._run(self._precision, factor)
         judge = _Judge(self._model, self._precision, wide, narrow, factor)
@@ -263,7 +263,7 @@ class _Runs:
         return _Ran(values, found, sum(each.mean for each in losses.values()))
 
 
-def _all_finite(gradients: Mapping[str, Tensor | None]) -> bool:
+def _are_all_finite(gradients: Mapping[str, Tensor | None]) -> bool:
     flags = [gradient.isfinite().all() for gradient in gradients.values() if gradient is not None]
     return not flags or bool(torch.stack(flags).all())
 
@@ -311,7 +311,7 @@ class _Judge:
         self._smallest = _UNDERFLOWS / factor if precision.scaled else 0.0
         self._distances = _distances(wide.gradients, narrow.gradients)
         self._top = max((each.norm for each in self._distances.values()), default=0.0)
-        self._choices = _other_choices(wide.values, narrow.values)
+        self._choices = _find_other_choices(wide.values, narrow.values)
         # A subclass may compute something else, such as a masked product; in fp32 it does so, too.
         self._plain = {part: sums for part, sums in wide.values.sums.read().items() if sums.error < _PLAIN_LAYER}
         self._sums = {part: sums for part, sums in narrow.values.sums.read().items() if part in self._plain}
@@ -319,19 +319,19 @@ class _Judge:
     def deviations(self) -> list[Deviation]:
         """Return refusals, or warnings if there is none."""
         layers = [found for part, sums in self._sums.items() if (found := self._judge_sums(part, sums)) is not None]
-        first = [*self._not_finite(), *layers, *self._without_gradient()]
+        first = [*self._find_nonfinite(), *layers, *self._find_lost_gradients()]
         by_id = {each.id: each for each in reversed(first)}
         refused = [each for each in first if each.severity == "error" and each is by_id[each.id]]
         # A layer that is off explains the distances after it.
-        return refused or [each for each in first if each is by_id[each.id]] or self._far()
+        return refused or [each for each in first if each is by_id[each.id]] or self._find_far_output()
 
-    def _not_finite(self) -> list[Deviation]:
+    def _find_nonfinite(self) -> list[Deviation]:
         wide, narrow = self._wide.values.largest(), self._narrow.values.largest()
         # Masks make -inf on purpose, and a mask in the format's range may become one.
         bad = [path for path, largest in narrow.items() if not largest < math.inf and wide.get(path, 0.0) < math.inf]
         lost = [n for n, d in self._distances.items() if not math.isfinite(d.largest) and math.isfinite(d.reference)]
         if bad:
-            module, what = bad[0], f"the output of {_shown(bad[0])}"
+            module, what = bad[0], f"the output of {_format_path(bad[0])}"
             figure, reference = narrow[module], f"up to {number(wide.get(module, math.nan))}"
         elif lost or not math.isfinite(self._narrow.loss):
             module, what = (_module_of(lost[-1]), f"the gradient of {lost[-1]}") if lost else ("", "the loss")
@@ -366,11 +366,11 @@ class _Judge:
             text = f"its results are {share(figure)} from fp32's, and rounding explains {share(units)}"
         else:
             return None
-        shown = {RESULT: _shown(path), INPUT: f"the gradient that {_shown(path)} returns"}
+        shown = {RESULT: _format_path(path), INPUT: f"the gradient that {_format_path(path)} returns"}
         what = shown.get(part.kind, f"the gradient of {part.name}")
         return Deviation(id, severity, path, figure, f"{what} in {self._name}: {text}", fix)
 
-    def _without_gradient(self) -> list[Deviation]:
+    def _find_lost_gradients(self) -> list[Deviation]:
         """Find parameters without a gradient, or with zeros only, where fp32 has more than rounding noise.
 
         The sums of absolute terms say what noise is; a parameter whose terms are not known is never refused.
@@ -408,17 +408,17 @@ class _Judge:
         text += f"; {self._choices[0]}" if self._choices else ""
         return Deviation(NO_GRADIENT, severity, module, figure, text, fix.format(_keep_wide(module)))
 
-    def _far(self) -> list[Deviation]:
+    def _find_far_output(self) -> list[Deviation]:
         """Find the first output that is further from fp32 than the roundings of a deep model explain."""
         wide, narrow = self._wide.values, self._narrow.values
-        same = [path for path in narrow.modules if path in wide.modules and _alike(wide, narrow, path)]
+        same = [path for path in narrow.modules if path in wide.modules and _is_equal(wide, narrow, path)]
         pairs = [(wide.modules[path].sample, narrow.modules[path].sample) for path in same]
         read = torch.stack([torch.stack([(a - b).norm(), a.norm()]) for a, b in pairs]).tolist() if pairs else []
         outputs = {path: off / size for path, (off, size) in zip(same, read, strict=True) if size > 0.0}
         path = next((p for p, off in outputs.items() if off > min(_AT_MOST, _OUTPUT * self._epsilon)), None)
         if path is None:
             return []
-        what, off = f"the output of {_shown(path)}", outputs[path]
+        what, off = f"the output of {_format_path(path)}", outputs[path]
         if self._choices:
             text = f"{self._choices[0]} between {self._name} and fp32, and {what} differs by {share(off)}"
             fix = "nothing if these choices may differ; otherwise compute their inputs in fp32 with island()"
@@ -450,11 +450,11 @@ class _Judge:
         return [Deviation(COMPILED, "warning", _module_of(worst), figure, text, fix)]
 
 
-def _alike(wide: ModuleValues, narrow: ModuleValues, path: str) -> bool:
+def _is_equal(wide: ModuleValues, narrow: ModuleValues, path: str) -> bool:
     return wide.modules[path].shape == narrow.modules[path].shape
 
 
-def _other_choices(wide: ModuleValues, narrow: ModuleValues) -> list[str]:
+def _find_other_choices(wide: ModuleValues, narrow: ModuleValues) -> list[str]:
     """Return discrete choices that differ, in words."""
     found = []
     for name in {**wide.choices, **narrow.choices}:
@@ -465,8 +465,8 @@ def _other_choices(wide: ModuleValues, narrow: ModuleValues) -> list[str]:
         if other or not same:
             found.append(f"{other:,} of {total:,} choices of {name} differ")
     paths = {**wide.modules, **narrow.modules}
-    moved = [p for p in paths if p not in wide.modules or p not in narrow.modules or not _alike(wide, narrow, p)]
-    return found + [f"the numbers of elements that {_shown(path)} is given differ" for path in moved]
+    moved = [p for p in paths if p not in wide.modules or p not in narrow.modules or not _is_equal(wide, narrow, p)]
+    return found + [f"the numbers of elements that {_format_path(path)} is given differ" for path in moved]
 
 
 def _distances(reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> dict[str, _Distance]:
@@ -487,7 +487,7 @@ def _module_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def _shown(path: str) -> str:
+def _format_path(path: str) -> str:
     return path or "the model itself"
 
 

@@ -43,10 +43,10 @@ class Holdings:
         """Return the modules that were added or removed since the last look."""
         near, before = list(_near(function)), self._near
         # A lambda in the loop is a new function in every step, and holds the same objects.
-        same = function is self._function or _same_code(function, self._function)
+        same = function is self._function or _have_same_code(function, self._function)
         self._function, self._near = function, near
         # The full search walks everything reachable, so it runs only if the nearest objects changed.
-        if same and len(near) == len(before) and all(map(_same_or_tensors, near, before)):
+        if same and len(near) == len(before) and all(map(_are_same_or_tensors, near, before)):
             return []
         modules, self.modules = self.modules, outermost(held_by(function, nn.Module), self._model)
         self._generators = held_by(function, torch.Generator)
@@ -75,7 +75,7 @@ class Holdings:
         return [(generator, generator.get_state()) for generator in self._generators] if self._generators else []
 
 
-def _same_or_tensors(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+def _are_same_or_tensors(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
     # A tensor that is bound anew in each step leads to no module.
     return one[1] is other[1] or (isinstance(one[1], Tensor) and other[1] is _A_TENSOR)
 
@@ -84,7 +84,7 @@ def _near(function: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
     """Yield what a function holds, by name: objects, members of containers, attributes of objects, and what its own
     functions hold.
     """
-    for name, thing in _held(function):
+    for name, thing in _list_held(function):
         if isinstance(thing, _HOLD_NOTHING):
             continue
         yield name, thing
@@ -103,7 +103,7 @@ def _near(function: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
                     yield f"{name}.{key}", item
 
 
-def _held(function: Any) -> Iterable[tuple[str, Any]]:
+def _list_held(function: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(function, FunctionType):
         known = function.__globals__
         found = [(name, known[name]) for name in global_names(function.__code__) if name in known]
@@ -114,11 +114,11 @@ def _held(function: Any) -> Iterable[tuple[str, Any]]:
         return [("self", owner), *(() if isinstance(owner, type) else getattr(owner, "__dict__", {}).items())]
     if isinstance(function, functools.partial):
         arguments = ((f"argument {place}", value) for place, value in enumerate(function.args))
-        return [*_held(function.func), *arguments, *function.keywords.items()]
+        return [*_list_held(function.func), *arguments, *function.keywords.items()]
     return [("self", function), *getattr(function, "__dict__", {}).items()]
 
 
-def _same_code(a: Any, b: Any) -> bool:
+def _have_same_code(a: Any, b: Any) -> bool:
     if isinstance(a, MethodType) and isinstance(b, MethodType):  # Python creates a bound method at each access
         return a.__func__ is b.__func__ and a.__self__ is b.__self__
     return isinstance(a, FunctionType) and isinstance(b, FunctionType) and a.__code__ is b.__code__

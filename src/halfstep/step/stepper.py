@@ -111,7 +111,7 @@ class Stepper(StepperBase):
         self._together.check()
         checks.check_surroundings(self.device)
         checks.check_window(torn=self._torn, in_one=False, empty=loss_fn is not None and not microbatches)
-        slots = self._chosen(only)
+        slots = self._select_slots(only)
         self._synchronizer.settle()
         # Before `remember`, which saves the tensors in the lists that this rebuilds.
         self._notice_changes(loss_fn)
@@ -176,7 +176,7 @@ class Stepper(StepperBase):
         if any(map(_has_tensors, came_or_left)) or change == MEMBERS or self._look_schedule.due(self.counts.applied):
             self._look_again()
 
-    def _chosen(self, only: str | None) -> list[OptimizerSlot]:
+    def _select_slots(self, only: str | None) -> list[OptimizerSlot]:
         if only is None:
             return list(self._slots.values())
         checks.check_only(only, self.optimizers)
@@ -304,7 +304,7 @@ class Stepper(StepperBase):
         objectives = self._objectives
         reason = next((r for r in (objective.reason() for objective in objectives) if r is not None), None)
         # Last, because a non-finite loss explains a non-finite buffer, but not the other way round.
-        if reason is None and agreed.bad_buffer and self._bad_buffer():
+        if reason is None and agreed.bad_buffer and self._has_bad_buffer():
             reason = BUFFER_NOT_FINITE
         report = report_of(objectives, self.counts, reason, aux)
         if self.weights is not None:
@@ -319,7 +319,7 @@ class Stepper(StepperBase):
             return report
         return report_of(objectives, self.counts, GUARD + refused, aux)._replace(gradient_format=report.gradient_format)
 
-    def _bad_buffer(self) -> bool:
+    def _has_bad_buffer(self) -> bool:
         """Return whether this window made a buffer non-finite, here or on another rank."""
         self.bad_buffer = self._rollback.first_not_finite()
         # The flag on the device does not show whether the buffer was non-finite before the window. A single rank can
@@ -453,7 +453,7 @@ class Stepper(StepperBase):
             if not self._open:
                 with self._or_abandon:
                     self._begin(None, (), only)
-            self._call_order.forward(last=last, names=[slot.name for slot in self._chosen(only)])
+            self._call_order.forward(last=last, names=[slot.name for slot in self._select_slots(only)])
             if rerun is not None:
                 assert self.attempt is not None, "a window is open"
                 self.attempt = self.attempt.with_microbatch(*rerun)

@@ -118,7 +118,7 @@ class StepperBase:
         self.ranks = Ranks(process_group)
         # A forward pass before this leaves FSDP2's parameters gathered, and the checks below look at the shards.
         reshard(model)
-        named = _named(optimizer, optimizers)
+        named = _name_optimizers(optimizer, optimizers)
         stale = checks.check(model, named, self.ranks.size, narrow=weight_format not in (None, FP32.name))
         checks.check_trainable(model, named)
         self.model, self.guards, self.counts = model, list(guards), StepCounts()
@@ -396,7 +396,7 @@ class StepperBase:
             StateMismatch: The state does not fit; nothing is changed.
         """
         ours = self.state_dict()
-        _same_weight_format(ours, state)
+        _require_same_format(ours, state)
         checks.check_same_conversion(ours.get("converted", {}), state.get("converted", {}))
         check_same_keys("a Stepper's state", ours, state)
         check_same_keys("optimizers", ours["optimizers"], state["optimizers"])
@@ -427,7 +427,7 @@ class StepperBase:
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Load a state of `own_state()`; raise StateMismatch before anything is changed."""
         ours = self.own_state()
-        _same_weight_format(ours, state)
+        _require_same_format(ours, state)
         checks.check_same_conversion(ours.get("converted", {}), state.get("converted", {}))
         check_same_keys("a Stepper's own state", ours, state)
         for key in ("losses", "counts"):
@@ -448,7 +448,7 @@ class StepperBase:
             self.weights.load_state_dict(state["weights"])
 
 
-def _same_weight_format(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _require_same_format(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     own, then = (state["weights"]["format"] if "weights" in state else FP32.name for state in (ours, saved))
     if own != then:
         raise StateMismatch(
@@ -466,7 +466,7 @@ def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 # -- settings by optimizer --------------------------------------------------------------------------------------------
 
 
-def _named(
+def _name_optimizers(
     optimizer: Optimizers | None, optimizers: Mapping[str, torch.optim.Optimizer] | None
 ) -> dict[str, torch.optim.Optimizer]:
     if (optimizer is None) == (optimizers is None):

@@ -56,7 +56,12 @@ def store_trained_in_fp32(model: nn.Module) -> list[str]:
 
 def find_mistakes(model: nn.Module, precision: Precision) -> list[Finding]:
     """Return findings about formats that a run in this precision is better without; reads no tensor."""
-    return [*_cast_tables(model), *_other_base(model, precision), *_widened_base(model), *_separate_head(model)]
+    return [
+        *_cast_tables(model),
+        *_find_other_base(model, precision),
+        *_find_widened_base(model),
+        *_separate_head(model),
+    ]
 
 
 def _cast_tables(model: nn.Module) -> Iterator[Finding]:
@@ -73,7 +78,7 @@ def _cast_tables(model: nn.Module) -> Iterator[Finding]:
         )
 
 
-def _other_base(model: nn.Module, precision: Precision) -> Iterator[Finding]:
+def _find_other_base(model: nn.Module, precision: Precision) -> Iterator[Finding]:
     """Find weights under an adapter that have another 16-bit format than the run."""
     narrow = precision.narrow
     if narrow is None:
@@ -103,7 +108,7 @@ def _parent_module_path(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[0]
 
 
-def _widened_base(model: nn.Module) -> Iterator[Finding]:
+def _find_widened_base(model: nn.Module) -> Iterator[Finding]:
     """Find matrices in fp32 next to a quantized base, as peft's preparation leaves them."""
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     wide = [(name, p) for name, p in frozen if p.dtype is torch.float32 and p.dim() > 1]

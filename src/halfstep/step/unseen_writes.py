@@ -187,8 +187,8 @@ class UnseenWrites:
         # With one group, every window is its turn.
         if len(self._groups) > 1 and not group.written_between:
             if group.last is not None and group.last[1] == [self._versions[part.place] for part in group.parts]:
-                flags.append(group.last[0] != _in_one_number(before))
-            group.last = _in_one_number(after), [self._tensors[part.place]._version for part in group.parts]
+                flags.append(group.last[0] != _fold_checksum(before))
+            group.last = _fold_checksum(after), [self._tensors[part.place]._version for part in group.parts]
         if isinstance(differs, bool):
             self._known, flags = flags, []
         return flags
@@ -219,7 +219,7 @@ class UnseenWrites:
         size = _bytes if isinstance(after, bytes) else _sums
         ends = list(accumulate(sum(map(size, self._rows(part))) for part in group.parts))
         spans = zip(group.parts, [0, *ends[:-1]], ends, strict=True)
-        return {part.place for part, start, end in spans if not _equal(before[start:end], after[start:end])}
+        return {part.place for part, start, end in spans if not _is_equal(before[start:end], after[start:end])}
 
     def _suspect(self, group: _ChecksumGroup) -> None:
         """Compare all memory of a group's tensors in the next windows, to learn whether steps write it."""
@@ -245,7 +245,7 @@ class UnseenWrites:
         if group.host_rows is not None:
             # Many times as fast as kernels for as little memory. A storage of no bytes has no address.
             return b"".join([string_at(at, size) for row, size in group.host_rows if (at := row.data_ptr())])
-        return torch.cat([numbers for part in group.parts for row in self._rows(part) for numbers in _summed(row)])
+        return torch.cat([numbers for part in group.parts for row in self._rows(part) for numbers in _sum_row(row)])
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def _rows(words: Tensor) -> list[Tensor]:
     return [words[:whole].view(-1, _WIDTH), words[whole:]]
 
 
-def _summed(row: Tensor) -> list[Tensor]:
+def _sum_row(row: Tensor) -> list[Tensor]:
     if row.ndim == 2:
         return [row.sum(0), row.sum(1)]
     return [row if row.dtype is torch.int64 else row.long()]
@@ -285,11 +285,11 @@ def _bytes(row: Tensor) -> int:
     return row.nbytes
 
 
-def _equal(a: Checksum, b: Checksum) -> bool:
+def _is_equal(a: Checksum, b: Checksum) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
 
 
-def _in_one_number(checksum: Checksum) -> Tensor | int:
+def _fold_checksum(checksum: Checksum) -> Tensor | int:
     if isinstance(checksum, bytes):
         return hash(checksum)
     # Odd factors that differ from place to place, so that sums which change places count too.

@@ -129,7 +129,7 @@ class NarrowWeights:
             _check_optimizer(slot.name, slot.optimizer)
             slot.weights = self
         self.follow()
-        emit([_stepped_whole(slot) for slot in self._slots if not _stands_pieces(slot.optimizer)])
+        emit([_whole_step_finding(slot) for slot in self._slots if not _stands_pieces(slot.optimizer)])
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -138,7 +138,7 @@ class NarrowWeights:
 
     def follow(self) -> None:
         """Convert parameters that were added or unfrozen, and widen those that became a part of an island."""
-        wide = set(map(id, _kept_wide(self._model)))
+        wide = set(map(id, _list_wide_parameters(self._model)))
         names = {id(p): as_written(name) for name, p in self._model.named_parameters()}
         for p in [p for p in self._narrow if p.dtype is not torch.bfloat16]:  # widened by an island, or by the user
             del self._narrow[p]
@@ -199,7 +199,7 @@ class NarrowWeights:
         kept = self._narrow.get(p)
         if kept is None:
             return p.detach()
-        return p.detach().float() if kept.low is None else join(p.detach(), self._low_of(p, kept.low))
+        return p.detach().float() if kept.low is None else join(p.detach(), self._read_low_bits(p, kept.low))
 
     def rounds_at_random(self, p: Tensor) -> bool:
         """Return whether an update may leave an element unchanged, and be right on average."""
@@ -212,9 +212,9 @@ class NarrowWeights:
             p.detach().copy_(value)
         else:
             wide = torch.empty_like(p, dtype=torch.float32).copy_(value)
-            split_(wide, p.detach(), self._low_of(p, kept.low))
+            split_(wide, p.detach(), self._read_low_bits(p, kept.low))
 
-    def _low_of(self, p: Tensor, low: Tensor) -> Tensor:
+    def _read_low_bits(self, p: Tensor, low: Tensor) -> Tensor:
         """Return the low bits of a parameter, which may have been moved or laid out anew since they were stored."""
         if low.device != p.device or low.stride() != p.stride():
             low = torch.empty_like(p, dtype=torch.int16).copy_(low)
@@ -321,14 +321,14 @@ class NarrowWeights:
 
     def wide_parameters(self) -> dict[str, Tensor]:
         """Return the parameters of the model by name; those in bf16 in fp32, on the host."""
-        return {name: self._on_host(p) for name, p in self._model.named_parameters()}
+        return {name: self._copy_to_host(p) for name, p in self._model.named_parameters()}
 
     def wide_state(self, value: Callable[[Tensor], Tensor | None] | None = None) -> dict[str, Tensor]:
         """Return parameters and buffers likewise; `value` returns another value of a parameter, such as its average."""
         state = self._model.state_dict(keep_vars=True)
-        return {name: self._on_host(held, value) for name, held in state.items() if isinstance(held, Tensor)}
+        return {name: self._copy_to_host(held, value) for name, held in state.items() if isinstance(held, Tensor)}
 
-    def _on_host(self, held: Tensor, value: Callable[[Tensor], Tensor | None] | None = None) -> Tensor:
+    def _copy_to_host(self, held: Tensor, value: Callable[[Tensor], Tensor | None] | None = None) -> Tensor:
         if held not in self._narrow:
             return held
         other = None if value is None else value(held)
@@ -359,7 +359,7 @@ class NarrowWeights:
             low.copy_(state["low_bits"][name])
 
 
-def _kept_wide(model: nn.Module) -> Iterator[Tensor]:
+def _list_wide_parameters(model: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters of layers that need them in fp32."""
     for module in islands(model).values():
         yield from module.parameters()
@@ -374,7 +374,7 @@ def _stands_pieces(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).step.__module__.startswith(_STEPPED_IN_PIECES) and not hooks
 
 
-def _stepped_whole(slot: OptimizerSlot) -> Finding:
+def _whole_step_finding(slot: OptimizerSlot) -> Finding:
     kind = type(slot.optimizer).__name__
     return Finding(
         "weights.whole_update",

@@ -60,16 +60,16 @@ class CallOrder:
     def forward(self, *, last: bool, names: list[str]) -> None:
         """Record a forward pass, or raise WrongUse if it is out of order."""
         if self._forwards > self._backwards:
-            raise _out_of_turn("forward() before backward() of the last micro-batch")
+            raise _order_error("forward() before backward() of the last micro-batch")
         if self._forwards and names != self._names:
-            raise _out_of_turn(f"forward() for {names} in a window for {self._names}")
+            raise _order_error(f"forward() for {names} in a window for {self._names}")
         self._names, self._last = names, last
         self._forwards += 1
 
     def backward(self) -> None:
         """Record a backward pass, or raise WrongUse if it is out of order."""
         if self._forwards == self._backwards:
-            raise _out_of_turn("backward() before forward()")
+            raise _order_error("backward() before forward()")
         self._backwards += 1
 
     def note(self, slots: Sequence[OptimizerSlot]) -> None:
@@ -85,10 +85,10 @@ class CallOrder:
     def apply(self) -> None:
         """Raise WrongUse if the window is not complete."""
         if not self._forwards or self._forwards > self._backwards:
-            raise _out_of_turn("apply() before forward() and backward()")
+            raise _order_error("apply() before forward() and backward()")
         if not self._last:
             # Gradients are synchronized across ranks in the last micro-batch, and only there.
-            raise _out_of_turn("apply() after forward(last=False)")
+            raise _order_error("apply() after forward(last=False)")
 
 
 def _versions(slots: Sequence[OptimizerSlot]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -97,7 +97,7 @@ def _versions(slots: Sequence[OptimizerSlot]) -> tuple[list[int], list[tuple[int
     return [p._version for p in trained], [(id(g), g._version) for g in gradients]
 
 
-def _out_of_turn(given: str) -> WrongUse:
+def _order_error(given: str) -> WrongUse:
     return WrongUse(
         given,
         allowed="forward() and backward(loss) for each micro-batch, with last=True for the last one, then apply()",

@@ -86,7 +86,7 @@ class Store:
         self.address, self.patience = address, patience
         self._obstore = obstore
         if (wrong := failure_in_environment(address.scheme)) is not None:
-            raise self._failed(wrong, "")
+            raise self._store_error(wrong, "")
         self._calls = threading.local()
         """`until`: the end of the patience of the call in progress, which the calls inside it share."""
         pauses = {
@@ -113,7 +113,7 @@ class Store:
             url = f"{self.address.scheme}://{self.address.bucket}"
             return from_url(url, client_options=options, retry_config=retries)
         except Exception:
-            raise self._failed(KINDS[SETTING], "") from None
+            raise self._store_error(KINDS[SETTING], "") from None
 
     def read(self, key: str, start: int, size: int, tag: str | None = None) -> bytes:
         """Return exactly `size` bytes from `start` on, of the object with this tag if one is given."""
@@ -129,10 +129,10 @@ class Store:
                 if not is_tried and _kind(error) == UNREACHABLE:
                     is_tried = True
                     if self._answers_whole(key):
-                        raise self._failed(KINDS[NO_RANGES], key) from None
+                        raise self._store_error(KINDS[NO_RANGES], key) from None
                 raise
             if len(found) != size:
-                raise self._failed(KINDS[SHORT], key)
+                raise self._store_error(KINDS[SHORT], key)
             return found
 
         return self._patiently(key, ask, MISSING) if size else b""
@@ -146,7 +146,7 @@ class Store:
         while True:
             facts = self.size_and_tag(key)
             if facts is None or facts.size > LARGEST_OBJECT:
-                raise self._failed(KINDS[MISSING if facts is None else SHORT], key)
+                raise self._store_error(KINDS[MISSING if facts is None else SHORT], key)
             try:
                 return self.read(key, 0, facts.size, facts.tag), facts.tag
             except StoreFailed as failure:
@@ -285,7 +285,7 @@ class Store:
         """Raise StoreFailed unless the object has this size: an answer alone proves nothing."""
         facts = self.size_and_tag(key)
         if facts is None or facts.size != size:
-            raise self._failed(KINDS[SHORT], key)
+            raise self._store_error(KINDS[SHORT], key)
 
     def _holds(self, key: str, content: BinaryIO) -> bool:
         """Return whether the object has this content, byte by byte."""
@@ -310,14 +310,16 @@ class Store:
                 is_over = time.monotonic() + pause > until
                 if is_over or (kind not in PASSING and kind not in ask_again):
                     # Without the library's error: its text has addresses, answers of the server and request ids.
-                    raise (error if isinstance(error, StoreFailed) else self._failed(failure_in(error), key)) from None
+                    raise (
+                        error if isinstance(error, StoreFailed) else self._store_error(failure_in(error), key)
+                    ) from None
                 ask_again = () if kind in ask_again else ask_again
             finally:
                 self._calls.until = outer
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _failed(self, failure: Failure, key: str) -> StoreFailed:
+    def _store_error(self, failure: Failure, key: str) -> StoreFailed:
         do = failure.do or f"halfstep doctor {self.address}"
         if "AWS_" in do and self.address.scheme != "s3":
             do = f"check the variables that obstore reads for {self.address.scheme}://"

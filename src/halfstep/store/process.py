@@ -36,7 +36,7 @@ class StoreProcess:
 
     def __init__(self) -> None:
         self._calling = threading.Lock()
-        self._child = self._started()
+        self._child = self._start_process()
 
     @property
     def pid(self) -> int:
@@ -48,7 +48,7 @@ class StoreProcess:
         with self._calling:
             if self._child.poll() is not None:
                 self._close_pipes()
-                self._child = self._started()
+                self._child = self._start_process()
             text = json.dumps({"function": function, "request": request})
             try:
                 assert self._child.stdin is not None
@@ -90,7 +90,7 @@ class StoreProcess:
                 if pipe is not None:
                     pipe.close()
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _start_process(self) -> subprocess.Popen[str]:
         # A new interpreter and not a fork: threads, locks and memory of this process stay out of it. In a separate
         # session: Ctrl-C in a terminal is for the run, which waits for the last upload.
         return subprocess.Popen(

@@ -120,7 +120,10 @@ class Diffusion(Task):
         options, data = recipe.model, recipe.data
         # An autoencoder has no condition; the setting in the recipe is for the denoiser.
         self.kind: str = "none" if options.stage == "autoencoder" else options.condition
-        self.pixels, self.conditions = _around_zero(data.channels), _around_zero(data.condition_channels)
+        self.pixels, self.conditions = (
+            _center_normalization(data.channels),
+            _center_normalization(data.condition_channels),
+        )
         self.origins = PartBuilder(options, data, recipe.run.dir)
         self._view = v2.Compose([v2.Resize(data.size, antialias=True), v2.CenterCrop(data.size)])
         self._classes: list[str] = []
@@ -376,6 +379,6 @@ def _latents(model: LatentDiffusion, batch: Sample, draws: Draws | None) -> tupl
     return moments, model.latents(moments, torch.zeros_like if draws is None else draws.normal)
 
 
-def _around_zero(channels: int) -> images.Pixels:
+def _center_normalization(channels: int) -> images.Pixels:
     """Return the normalization to -1..1 that diffusers' autoencoders expect."""
     return images.Pixels((0.5,) * channels, (0.5,) * channels)

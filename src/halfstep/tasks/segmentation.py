@@ -112,8 +112,8 @@ class Segmentation(Task):
         sizes = torch.tensor([sample["mask"].shape for sample in samples])
         high, wide = sizes.amax(0).tolist()
         return {
-            "image": torch.stack([_padded(sample["image"], high, wide, 0.0) for sample in samples]),
-            "mask": torch.stack([_padded(sample["mask"], high, wide, self.ignored) for sample in samples]),
+            "image": torch.stack([_pad(sample["image"], high, wide, 0.0) for sample in samples]),
+            "mask": torch.stack([_pad(sample["mask"], high, wide, self.ignored) for sample in samples]),
             "size": sizes,
         }
 
@@ -122,7 +122,7 @@ class Segmentation(Task):
         # Evaluation must not depend on a random crop, nor on the sizes of other images in the batch.
         logits = model(batch["image"]) if model.training else self._logits_of_whole_images(model, batch)
         if metrics is not None:
-            metrics.update(_chosen(logits), batch["mask"].long())
+            metrics.update(_predict_classes(logits), batch["mask"].long())
         return overlap_loss(logits, batch["mask"], self.ignored, self.recipe.loss.dice)
 
     def metrics(self) -> Metrics:
@@ -131,7 +131,7 @@ class Segmentation(Task):
 
     def shown(self, model: nn.Module, batch: Sample) -> list[Shown]:
         """Return the image, the true mask, the predicted mask, and their differences, for each sample."""
-        predicted = _chosen(self._logits_of_whole_images(model, batch))
+        predicted = _predict_classes(self._logits_of_whole_images(model, batch))
         scores = self.judge(predicted, batch["mask"].long()).figures["iou"].tolist()
         return [
             Shown(self._panels(image[:, :high, :wide], truth[:high, :wide], answer[:high, :wide]), f"IoU {score:.2f}")
@@ -171,7 +171,7 @@ class Segmentation(Task):
         if logits.shape[-2:] != image.shape[-2:]:  # max_side shrank the image; the mask must have its full size
             # Logits are interpolated, not classes: there is no class between two classes.
             logits = F.interpolate(widen(logits), image.shape[-2:], mode="bilinear")
-        mask = _chosen(logits)[0]
+        mask = _predict_classes(logits)[0]
         shares = torch.bincount(mask.flatten(), minlength=classes).double() / mask.numel()
         drawn = mask.to(torch.uint8).numpy()
         return Prediction(
@@ -199,12 +199,12 @@ class Segmentation(Task):
         }
 
 
-def _chosen(logits: Tensor) -> Tensor:
+def _predict_classes(logits: Tensor) -> Tensor:
     """Return the predicted class of each pixel."""
     return (logits.squeeze(1) > 0).long() if logits.shape[1] == 1 else logits.argmax(1)
 
 
-def _padded(tensor: Tensor, high: int, wide: int, value: float) -> Tensor:
+def _pad(tensor: Tensor, high: int, wide: int, value: float) -> Tensor:
     return F.pad(tensor, (0, wide - tensor.shape[-1], 0, high - tensor.shape[-2]), value=value)
 
 

@@ -93,12 +93,12 @@ class Text(Task):
         """Return a new model, or the base."""
         options = self.recipe.model
         if options.adapter.kind != NO_ADAPTER:
-            return self._with_adapter()
+            return self._add_adapter()
         if self._config is not None:  # a finished run: its weights follow
             return LanguageModel(building.new_model(building.config_from(self._config)))
         if options.base == NO_BASE:
             self._known()
-            return LanguageModel(building.new_model(self._new_config()))
+            return LanguageModel(building.new_model(self._make_config()))
         language = building.load_base(options.base, options.download, dtype=torch.float32)
         self._fits(language.config)
         language.config.use_cache = False
@@ -135,7 +135,7 @@ class Text(Task):
     def facts(self) -> dict[str, Any]:
         """Return the config, the tokenizer and its end token."""
         self._known()
-        config = self._config or building.as_plain(self._any_config())
+        config = self._config or building.as_plain(self._load_or_make_config())
         return {
             "config": config,
             "tokenizer": building.packed(self._tokenizer),
@@ -192,10 +192,10 @@ class Text(Task):
             )
         written = found[0, prompt.shape[1] :].tolist()
         ended = bool(written) and written[-1] == self._end
-        text = self._decoded(prompt[0].tolist(), written[:-1] if ended else written)
+        text = self._decode_text(prompt[0].tolist(), written[:-1] if ended else written)
         return Prediction(values={"text": text, "tokens": len(written), "ended": ended})
 
-    def _decoded(self, prompt: list[int], written: list[int]) -> str:
+    def _decode_text(self, prompt: list[int], written: list[int]) -> str:
         """Return new tokens as text; many tokenizers write no space before the first token that they decode."""
         before, whole = (self._tokenizer.decode(tokens) for tokens in (prompt, [*prompt, *written]))
         return str(whole[len(before) :] if whole.startswith(before) else self._tokenizer.decode(written))
@@ -207,7 +207,7 @@ class Text(Task):
             raise WrongUse("a merge without an adapter", allowed="runs with model.adapter", do="leave --merge out")
         self._known()
         with without_bars():
-            written, lines = self._merged(model) if merge else (model, [])
+            written, lines = self._merge_adapter(model) if merge else (model, [])
             written.inner.config.use_cache = True
             written.language.save_pretrained(folder)
             building.save_tokenizer(self._tokenizer, self._end, folder)
@@ -218,17 +218,17 @@ class Text(Task):
             again = LanguageModel(building.load_base(str(folder), False, dtype=torch.float32))
             return [compared_logits(model, again, self._vocabulary)]
 
-    def _merged(self, model: LanguageModel) -> tuple[LanguageModel, list[str]]:
+    def _merge_adapter(self, model: LanguageModel) -> tuple[LanguageModel, list[str]]:
         """Return the merged model and its losses; raise `WrongUse` if it is worse."""
         whole = adapters.merged(model, building.config_from(self._config or building.as_plain(model.inner.config)))
         with model.language.disable_adapter():
-            base = self._held_out_loss(model)
-        losses = adapters.MergeLosses(base, self._held_out_loss(model), self._held_out_loss(whole))
+            base = self._measure_held_out_loss(model)
+        losses = adapters.MergeLosses(base, self._measure_held_out_loss(model), self._measure_held_out_loss(whole))
         losses.refuse_worse()
         return whole, [str(losses)]
 
     @torch.no_grad()
-    def _held_out_loss(self, model: LanguageModel) -> float:
+    def _measure_held_out_loss(self, model: LanguageModel) -> float:
         """Return the loss for each token of some held-out windows."""
         source = self.source("val")
         numbers = range(0, len(source), -(-len(source) // COMPARED))
@@ -266,11 +266,11 @@ class Text(Task):
         if self._end < 0:
             self._read()
 
-    def _with_adapter(self) -> LanguageModel:
+    def _add_adapter(self) -> LanguageModel:
         options, device = self.recipe.model, device_of(self.recipe.train.device)
         if options.base == NO_BASE:
             self._known()
-            return adapters.with_adapter(options, self._new_config(), device)
+            return adapters.with_adapter(options, self._make_config(), device)
         is_here = bool(adapters.base_files(options.base))
         if is_here:
             self._base = adapters.base_fingerprint(options.base, self._base)
@@ -280,13 +280,13 @@ class Text(Task):
             self._base = adapters.base_fingerprint(options.base, self._base)
         return model
 
-    def _new_config(self) -> Any:
+    def _make_config(self) -> Any:
         options, length = self.recipe.model, self.recipe.data.length
         return building.new_config(options, self._vocabulary, length, self._end)
 
-    def _any_config(self) -> Any:
+    def _load_or_make_config(self) -> Any:
         options = self.recipe.model
-        return self._new_config() if options.base == NO_BASE else building.base_config(options.base, options.download)
+        return self._make_config() if options.base == NO_BASE else building.base_config(options.base, options.download)
 
     def _fits(self, config: Any) -> None:
         """Raise `BadData` where tokens and base do not belong together."""

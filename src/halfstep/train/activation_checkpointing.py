@@ -18,7 +18,7 @@ def checkpoint_activations(model: nn.Module) -> int:
     found = list(blocks(model))
     for block in found:
         # The instance's forward is replaced, not the module: names in the state dict stay the same.
-        block.forward = functools.partial(_checkpointed, block, block.forward)  # type: ignore[method-assign]
+        block.forward = functools.partial(_checkpoint_block, block, block.forward)  # type: ignore[method-assign]
     return len(found)
 
 
@@ -55,7 +55,7 @@ def _has_parts(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def _checkpointed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _checkpoint_block(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     # Under `no_grad` no activations are stored, so recomputation would only cost time.
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)

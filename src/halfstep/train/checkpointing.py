@@ -60,8 +60,8 @@ def check_writing(folder: Path, live: RunObjects, launch: str | None = None) -> 
     mark = folder / f".{PROBE}.{token}"
     needed = int(distributed.summed(torch.tensor([checkpoint_size(live)])).item())
     try:
-        distributed.rank_zero_or_raise(lambda: _explained(folder, lambda: write_text(mark, token)))
-        distributed.fail_together(lambda: _explained(folder, lambda: _probe(folder, mark, needed)))
+        distributed.rank_zero_or_raise(lambda: _explain_failures(folder, lambda: write_text(mark, token)))
+        distributed.fail_together(lambda: _explain_failures(folder, lambda: _probe(folder, mark, needed)))
         if launch is not None:
             distributed.fail_together(lambda: _claim(folder, launch))
     finally:
@@ -119,7 +119,7 @@ def _claim(folder: Path, launch: str) -> None:
     check_ownership(folder)
 
 
-def _explained(folder: Path, work: Callable[[], None]) -> None:
+def _explain_failures(folder: Path, work: Callable[[], None]) -> None:
     try:
         work()
     except OSError as error:
@@ -258,10 +258,10 @@ class Checkpoints:
             self.save()
         if alarmed:
             self.finish()
-            self.doubt = self._in_doubt()
+            self.doubt = self._describe_doubt()
         self.stopped(signal, planned)
 
-    def _in_doubt(self) -> str:
+    def _describe_doubt(self) -> str:
         now = self._live.progress.attempts
         if self.last is None or self.last.attempt < now:
             return f"step {now:,} was not saved: steps fail, and its weights may be bad"
@@ -273,7 +273,7 @@ class Checkpoints:
         # The save of this stop failed if the newest checkpoint is older than the requested one.
         if self.last is None or self.last.attempt < self._asked_for:
             if self._failure.is_nonfinite:
-                raise self._stopped_without_numbers(signal, planned)
+                raise self._nonfinite_stop_error(signal, planned)
             raise StorageFailed(
                 f"the run was asked to stop by {signal}, and its last state could not be saved: {self._failure}",
                 allowed="a disk with room for a checkpoint",
@@ -284,7 +284,7 @@ class Checkpoints:
             newest = f"{self._live.progress.attempts:,} of {planned:,}: {self.doubt}; the newest is {_name(self.last)}"
         raise Stopped(f"stopped by {signal} at step {newest}", do="start it again with the same command to continue")
 
-    def _stopped_without_numbers(self, signal: str, planned: int) -> HalfstepError:
+    def _nonfinite_stop_error(self, signal: str, planned: int) -> HalfstepError:
         """Return the error for weights that are non-finite: the disk is fine, and more room would not help."""
         at = f"stopped by {signal} at step {self._live.progress.attempts:,} of {planned:,}"
         if self.last is None:
@@ -312,9 +312,9 @@ class Checkpoints:
                 if self.remote is not None and saved.generation is not None:
                     self.remote.upload(saved.generation)
             else:
-                self._failed(saved)
+                self._note_failed_save(saved)
 
-    def _failed(self, saved: SaveResult) -> None:
+    def _note_failed_save(self, saved: SaveResult) -> None:
         assert saved.failure is not None
         self._failure = saved.failure
         # A refused save is no storage failure: it does not count toward MOST_FAILURES.
@@ -329,9 +329,9 @@ class Checkpoints:
         text = f"no checkpoint of step {saved.attempt}: {saved.failure} ({often})"
         self._journal.emit(events.NOTE, text=text, level="warning", **{events.FAILED_SAVES: self.failures})
         if self.failures >= MOST_FAILURES:
-            raise self._too_many_failures(saved)
+            raise self._too_many_failures_error(saved)
 
-    def _too_many_failures(self, saved: SaveResult) -> HalfstepError:
+    def _too_many_failures_error(self, saved: SaveResult) -> HalfstepError:
         """Return the error that ends a run which cannot save: the disk is at fault, or the host's memory."""
         given = (
             f"{self.failures} checkpoints in a row could not be written, the last of step {saved.attempt}: "

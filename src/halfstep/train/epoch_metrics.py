@@ -127,7 +127,7 @@ class EpochMetrics:
         self.skipped = Counter(state["skipped"])
         for name, metric in self._each():
             for path, part in _parts(metric):
-                _put(part, state["metrics"][name][path])
+                _load_metric(part, state["metrics"][name][path])
         if state["compute_groups"] is not None:
             # torchmetrics decides once, from the first update, which metrics share their state: a resume keeps that.
             self.metrics._groups = dict(enumerate([list(names) for names in state["compute_groups"]]))
@@ -170,7 +170,7 @@ class _Foreign:
     def snapshot(self) -> list[dict[str, object]]:
         # Lists only grow, so their length suffices to roll back, however long they are.
         return [
-            {"_update_count": metric._update_count, **{name: _as_length(v) for name, v in metric.metric_state.items()}}
+            {"_update_count": metric._update_count, **{name: _to_length(v) for name, v in metric.metric_state.items()}}
             for metric in self._metrics
         ]
 
@@ -186,7 +186,7 @@ class _Length(NamedTuple):
     length: int
 
 
-def _as_length(value: Any) -> Any:
+def _to_length(value: Any) -> Any:
     return _Length(len(value)) if isinstance(value, list) else value
 
 
@@ -227,16 +227,20 @@ def _shape_and_dtype(value: Any) -> str:
     return f"{tuple(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _put(metric: Any, state: Mapping[str, Any]) -> None:
+def _load_metric(metric: Any, state: Mapping[str, Any]) -> None:
     if isinstance(metric, Metric):
         metric.load_state(state)
         return
     for name, value in state.items():
         if name != "update_count":
             # A copy: metrics update in place, and the loaded tensors belong to the caller.
-            setattr(metric, name, [_own(v, metric) for v in value] if isinstance(value, list) else _own(value, metric))
+            setattr(
+                metric,
+                name,
+                [_to_device(v, metric) for v in value] if isinstance(value, list) else _to_device(value, metric),
+            )
     metric._update_count, metric._computed = state["update_count"], None
 
 
-def _own(value: Tensor, metric: Any) -> Tensor:
+def _to_device(value: Tensor, metric: Any) -> Tensor:
     return value.to(metric.device, copy=True)

@@ -131,7 +131,7 @@ class StopEvaluation(Exception):
     """An evaluation that was stopped on all ranks, since `stop` was true on one of them."""
 
 
-def _never() -> bool:
+def _never_stop() -> bool:
     return False
 
 
@@ -146,7 +146,7 @@ def evaluate(
     left_out: Callable[[Sequence[Replaced]], None] = lambda samples: None,
     begun: Callable[[SoFar], None] = lambda so_far: None,
     on_outputs: OnOutputs | None = None,
-    stop: Callable[[], bool] = _never,
+    stop: Callable[[], bool] = _never_stop,
 ) -> dict[str, float]:
     """Return the loss and the task's metrics over all batches and all ranks; raise StopEvaluation after `stop`.
 
@@ -163,13 +163,13 @@ def evaluate(
     # The caller's mode is restored, since a model may be evaluated outside of training.
     training, stopped = model.training, False
     if distributed.is_sharded(model.parameters()):
-        batches, stop = _in_step(task, model, batches, stop), _never
+        batches, stop = _iterate_in_step(task, model, batches, stop), _never_stop
     model.eval()
     try:
         with precision.inference(device):
             for done, batch in enumerate(batches, 1):
                 listeners: Any = metrics if on_outputs is None else _Both(metrics, functools.partial(on_outputs, batch))
-                sums.append(_summed(task.loss(model, batch.tensors, listeners), len(batch.ids)))
+                sums.append(_sum_loss(task.loss(model, batch.tensors, listeners), len(batch.ids)))
                 left_out(batch.replaced)
                 progress(done, of)
                 if stopped := stop():
@@ -185,7 +185,9 @@ def evaluate(
     return _mean(torch.tensor(total, dtype=torch.float64), metrics)
 
 
-def _in_step(task: Task, model: nn.Module, batches: Iterable[Batch], stop: Callable[[], bool]) -> Iterator[Batch]:
+def _iterate_in_step(
+    task: Task, model: nn.Module, batches: Iterable[Batch], stop: Callable[[], bool]
+) -> Iterator[Batch]:
     """Yield the batches of this rank, in step with the other ranks; raise StopEvaluation where `stop` is true on one.
 
     A sharded model gathers its weights in every forward pass, so all ranks must run the same number of them: a rank
@@ -246,7 +248,7 @@ def _add(found: dict[str, float], name: str, numbers: Any) -> None:
         found[name] = float(numbers)
 
 
-def _summed(loss: Any, samples: int) -> Tensor:
+def _sum_loss(loss: Any, samples: int) -> Tensor:
     """Return a loss as sum and count on its own device, without synchronizing."""
     # A plain loss is a mean over its batch: weighted by samples, since the last batch may be smaller.
     total, count = loss if isinstance(loss, Counted) else (loss * samples, samples)

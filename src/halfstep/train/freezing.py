@@ -23,7 +23,7 @@ def freeze(model: nn.Module, parts: list[str]) -> list[str]:
         # The final dot makes `layer1` match `layer1.weight` and not `layer10.weight`.
         found[part] = [p for name, p in model.named_parameters() if part and f"{name}.".startswith(f"{part}.")]
         if not found[part]:
-            raise _unknown(model, part)
+            raise _unknown_part_error(model, part)
     frozen = {id(parameter) for parameters in found.values() for parameter in parameters}
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in frozen]
     if parts and not trained:
@@ -40,11 +40,11 @@ def freeze(model: nn.Module, parts: list[str]) -> list[str]:
                 if isinstance(below, _NormBase) and below.track_running_stats:
                     below.eval()
                     # A class, not a hook or an instance method: copies of the model, such as an EMA, are frozen too.
-                    below.__class__ = _still_class(type(below))  # type: ignore[assignment]
+                    below.__class__ = _make_frozen_class(type(below))  # type: ignore[assignment]
     return [f"{part} is frozen: {sum(p.numel() for p in each):,} parameters" for part, each in found.items()]
 
 
-def _unknown(model: nn.Module, part: str) -> UnknownName:
+def _unknown_part_error(model: nn.Module, part: str) -> UnknownName:
     names = {name for name, module in model.named_modules() if name and any(True for _ in module.parameters())}
     names |= {name for name, _ in model.named_parameters()}
     near = difflib.get_close_matches(part, sorted(names), n=1, cutoff=0.6)
@@ -67,7 +67,7 @@ class Still:
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _still_class(kind: type[nn.Module]) -> type[nn.Module]:
+def _make_frozen_class(kind: type[nn.Module]) -> type[nn.Module]:
     if issubclass(kind, Still):
         return kind
     if kind not in _CLASSES:

@@ -240,7 +240,7 @@ def give_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
         # The weights are at fault: checkpoints saved with them, or on the way to them, are useless.
         none_is_good = not checkpoints.set_aside(since, Losses(loop.outputs.folder).ruined)
     do = error.do if _is_in_the_code(error) else _command(loop, cause, command, _NEW if none_is_good else ACCEPT)
-    good, kept = None if none_is_good else checkpoints.name, _kept(checkpoints, none_is_good)
+    good, kept = None if none_is_good else checkpoints.name, _describe_kept(checkpoints, none_is_good)
     if do and cause == DIVERGENCE and not _is_in_the_code(error):
         kept = f"{kept}, with a lower learning rate"
     why = error.why or error.given
@@ -253,7 +253,7 @@ def _is_in_the_code(error: Diverged) -> bool:
     return any(remedy["kind"] == "fix_code" for remedy in (error.verdict or {}).get("remedies", ()))
 
 
-def _kept(checkpoints: Checkpoints, none_is_good: bool) -> str:
+def _describe_kept(checkpoints: Checkpoints, none_is_good: bool) -> str:
     if checkpoints.last is None:
         return "no checkpoint was written: the run starts again from step 0"
     if none_is_good:
@@ -280,10 +280,10 @@ def command_line(folder: Path, command: str, changes: Mapping[str, object], perm
     if not command.startswith("halfstep "):
         more = f", {permission.argument}=True" if permission else ""
         return f"{command.removesuffix(')')}, settings={dict(changes)!r}{more})"
-    line = _launched(shlex.split(command))
-    words = _without(line, {_NEW.flag, ACCEPT.flag}, {word for key in changes for word in _words_for(key)})
+    line = _add_launcher(shlex.split(command))
+    words = _drop_words(line, {_NEW.flag, ACCEPT.flag}, {word for key in changes for word in _words_for(key)})
     if _NEW.flag in line and permission is not _NEW:  # it would start another run
-        words = [*_without(words, set(), set(_words_for("run.dir"))), f"run.dir={folder}"]
+        words = [*_drop_words(words, set(), set(_words_for("run.dir"))), f"run.dir={folder}"]
     settings = [f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in changes.items()]
     return shlex.join([*words, *settings, *([permission.flag] if permission else [])])
 
@@ -295,12 +295,12 @@ def _words_for(key: str) -> list[str]:
     return [key, setting.key, setting.name, *setting.also] if setting else [key]
 
 
-def _launched(words: list[str]) -> list[str]:
+def _add_launcher(words: list[str]) -> list[str]:
     """Return the command with its launcher: a checkpoint of several ranks cannot be resumed on one."""
     return [*launcher(distributed.size()), *words[1:]]
 
 
-def _without(words: Sequence[str], flags: Collection[str], names: Collection[str]) -> list[str]:
+def _drop_words(words: Sequence[str], flags: Collection[str], names: Collection[str]) -> list[str]:
     """Return a command without these flags and these settings."""
     kept, left = [], list(words)
     while left:

@@ -55,18 +55,18 @@ def make_loaders(
     Raises BadData for an empty split, and RanksDisagree where ranks see different data.
     """
     # An index of many shards takes minutes: a stop need not wait for it, and stops the other ranks too.
-    source = distributed.fail_together(lambda: _at_once(lambda: _filled(task, "train")))
+    source = distributed.fail_together(lambda: _run_at_once(lambda: _require_samples(task, "train")))
     # Before anything is divided: a rank with other samples would leave the others waiting.
-    _same_everywhere(source, distributed.fail_together(lambda: _at_once(lambda: _filled(task, "val"))))
-    chosen = order or _chosen_order(source, recipe)
+    _require_same_data(source, distributed.fail_together(lambda: _run_at_once(lambda: _require_samples(task, "val"))))
+    chosen = order or _choose_order(source, recipe)
     train, reason = _train_loader(source, task, recipe, device, workers, chosen)
     _watch_shards(train, source, recipe, chosen)
     val = make_val_loader(task, recipe, device, train.workers)
     # Before the contents are read: what changes in between is noticed.
-    recorded = distributed.fail_together(lambda: _at_once(lambda: _recorded(train.samples, val.samples)))
+    recorded = distributed.fail_together(lambda: _run_at_once(lambda: _record_files(train.samples, val.samples)))
     # Read by rank 0 for all: the ranks divide the same samples.
     sources = (source, val.samples.source)
-    read = distributed.rank_zero_or_raise(lambda: _at_once(lambda: fingerprint(*sources).as_dict()))
+    read = distributed.rank_zero_or_raise(lambda: _run_at_once(lambda: fingerprint(*sources).as_dict()))
     data_fingerprint = replace(Fingerprint.from_dict(read), sources=sources)
     for files, part in zip(recorded, data_fingerprint.parts, strict=True):
         if files is not None:
@@ -76,11 +76,11 @@ def make_loaders(
 
 def make_train_loader(task: Task, recipe: AnyRecipe, device: torch.device) -> TrainLoader:
     """Return a training loader for use without a run; the data is not fingerprinted."""
-    source = _filled(task, "train")
-    return _train_loader(source, task, recipe, device, None, _chosen_order(source, recipe))[0]
+    source = _require_samples(task, "train")
+    return _train_loader(source, task, recipe, device, None, _choose_order(source, recipe))[0]
 
 
-def _chosen_order(source: Source, recipe: AnyRecipe) -> SavedOrder:
+def _choose_order(source: Source, recipe: AnyRecipe) -> SavedOrder:
     """Return the order of a new run; rank 0 chooses it, since it may depend on the memory."""
     if seal_of(source) is None and recipe.data.window in (None, "all"):
         return RANDPERM
@@ -135,7 +135,7 @@ def _train_loader(
 
 def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers: int = 0) -> ValLoader:
     """Return the validation loader of this rank."""
-    train, seed, source = recipe.train, recipe.train.seed or 0, _filled(task, "val")
+    train, seed, source = recipe.train, recipe.train.seed or 0, _require_samples(task, "val")
     return ValLoader(
         ValSamples(source, functools.partial(task.transform, "val"), seed),
         batch_size=train.batch_size,
@@ -155,19 +155,19 @@ def _timeout(source: Source, recipe: AnyRecipe) -> float:
     return recipe.data.timeout + (seal.shards.patience if seal and recipe.data.timeout else 0.0)
 
 
-def _at_once(work: Callable[[], T]) -> T:
+def _run_at_once(work: Callable[[], T]) -> T:
     with stop_at_once():
         return work()
 
 
-def _filled(task: Task, split: Split) -> Source:
+def _require_samples(task: Task, split: Split) -> Source:
     source = task.source(split)
     if not len(source):
         raise BadData(f"the {split} split contains no samples", allowed="one sample or more", do="check data.path")
     return source
 
 
-def _same_everywhere(*sources: Source) -> None:
+def _require_same_data(*sources: Source) -> None:
     """Raise RanksDisagree where ranks see different samples: each would train on its own, or wait forever."""
     # The length and first name suffice to find a wrong path, and cost nothing on a large set.
     seen = " and ".join(f"{len(source)} samples from {source.name(0)}" for source in sources)
@@ -181,7 +181,7 @@ def _same_everywhere(*sources: Source) -> None:
         )
 
 
-def _recorded(*both: Samples | ValSamples) -> list[RecordedFiles | None]:
+def _record_files(*both: Samples | ValSamples) -> list[RecordedFiles | None]:
     """Record the files of both splits, so that one that changes under the run is reported, and not used."""
     recorded: list[RecordedFiles | None] = []
     for samples in both:
@@ -209,5 +209,5 @@ def _workers(
         size = recipe.train.batch_size
         return choose_workers(samples, order, collate, size, cores=cores_each(), computes_on_cores=here)
 
-    number, reason = distributed.rank_zero_or_raise(lambda: _at_once(measure))
+    number, reason = distributed.rank_zero_or_raise(lambda: _run_at_once(measure))
     return number, f"num_workers {number}: {reason}"

@@ -155,13 +155,13 @@ class Loop:
         """Train to the end, and return the reason why the run ended."""
         for _ in self.attempts():
             pass
-        return EARLY if self._enough() else FINISHED
+        return EARLY if self._is_enough() else FINISHED
 
     def attempts(self) -> Iterator[StepReport]:
         """Yield the report of every step. A started epoch always ends with its evaluation."""
         self.model.train()
         self._stop_if_alone()
-        while (self.progress.step_in_epoch or self._left(self.progress.epoch)) and not self._enough():
+        while (self.progress.step_in_epoch or self._left(self.progress.epoch)) and not self._is_enough():
             yield from self._epoch()
         self.stopping.will_stop(SAVED)
         self.beat("saving")
@@ -174,7 +174,7 @@ class Loop:
         """Return whether steps are left after so many epochs; the length of an epoch may have changed on the way."""
         return self.progress.attempts < self.planned and (epochs < self.epochs or self.recipe.train.steps is not None)
 
-    def _enough(self) -> bool:
+    def _is_enough(self) -> bool:
         patience = self.recipe.evaluate.patience
         return patience is not None and self.progress.evaluations_since_best >= patience
 
@@ -190,11 +190,11 @@ class Loop:
             self.progress.attempts - at,
         )
         seconds = time.perf_counter() - began
-        val = self._evaluate(epoch) if self._due(epoch) else None
+        val = self._evaluate(epoch) if self._is_due(epoch) else None
         is_best = val is not None and self._judge(epoch, val)
         # After the evaluation: a stop during it resumes at the end of this epoch, and evaluates again.
         self.progress.epoch, self.progress.step_in_epoch = epoch, 0
-        if not self.guarding.alarmed or self._enough() or not self._left(epoch):  # otherwise the old file is better
+        if not self.guarding.alarmed or self._is_enough() or not self._left(epoch):  # otherwise the old file is better
             self.outputs.last(self.model, self.stepper.ema, self.stepper.weights)
         self.journal.emit(
             events.EPOCH,
@@ -211,7 +211,7 @@ class Loop:
         )
         self.time_left.closed(val is not None)
 
-    def _due(self, epoch: int) -> bool:
+    def _is_due(self, epoch: int) -> bool:
         return epoch % self.recipe.evaluate.every_epochs == 0 or not self._left(epoch)
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Loop:
             self._tell_stage(self._computing())
             self._is_fresh = False
             report = self._step(self.progress.epoch + 1, window)
-            self._after_step()
+            self._finish_step()
             yield report
             self.beat("reading")
             if self.progress.attempts >= self.planned:
@@ -248,7 +248,7 @@ class Loop:
         compiling = "compiling the model and " if self.recipe.train.compile else ""
         return f"{compiling}computing the first step in {self.parts.choice.precision.name}, recording its operations"
 
-    def _after_step(self) -> None:
+    def _finish_step(self) -> None:
         """Save where it is due, record finished saves, and stop where that was requested."""
         ended = self.progress.step_in_epoch == self.train.steps_per_epoch or self.progress.attempts >= self.planned
         by_steps = self.progress.attempts % self.recipe.checkpoint.every_steps == 0

@@ -116,8 +116,8 @@ class RunOutputs:
         try:
             write(self.folder / name)
         except NOT_WRITTEN as error:
-            self._unwritten[name] = _storage_failed(name, _in_words(error))
-            text = f"{name} is unchanged: {_in_words(error)}"
+            self._unwritten[name] = _storage_failed(name, _describe_error(error))
+            text = f"{name} is unchanged: {_describe_error(error)}"
             self._journal.emit(events.NOTE, text=text, level="warning")
             return
         self._unwritten.pop(name, None)
@@ -227,7 +227,7 @@ def _or_storage_failed(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _storage_failed(name, _in_words(error)) from error
+        raise _storage_failed(name, _describe_error(error)) from error
 
 
 def _storage_failed(name: str, why: str) -> StorageFailed:
@@ -238,7 +238,7 @@ def _storage_failed(name: str, why: str) -> StorageFailed:
     )
 
 
-def _in_words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error).strip().partition("\n")[0] or type(error).__name__
 
 

@@ -54,7 +54,7 @@ def together(timeout: float, *, ends_process: bool = False) -> Iterator[PeerWatc
     rank, size = launched.rank, launched.world_size
     until = time.monotonic() + timeout
     with stop_at_once():
-        mine = dist.distributed_c10d.PrefixStore(prefix, _connected(os.environ, rank, until))
+        mine = dist.distributed_c10d.PrefixStore(prefix, _connect_store(os.environ, rank, until))
         mine.set_timeout(longest)
         peers = _met(mine, rank, size, until)
     with PeerWatch(peers, ends_process=ends_process) as watch:
@@ -71,7 +71,7 @@ SOON = timedelta(seconds=5.0)
 """Time for a connection to a server that has just answered: torch cannot be interrupted while it tries."""
 
 
-def _connected(environment: Mapping[str, str], rank: int, until: float) -> Any:
+def _connect_store(environment: Mapping[str, str], rank: int, until: float) -> Any:
     """Return the store of all ranks, which torchrun's agent or rank 0 serves."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     longest = timedelta(seconds=max(1.0, until - time.monotonic()))

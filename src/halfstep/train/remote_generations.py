@@ -97,7 +97,7 @@ class Owner:
     """The run's recipe.yaml until the first commit, which has it: another run must not start here meanwhile."""
 
     def text(self) -> bytes:
-        return _with_seal({"form": FORM, **asdict(self)})
+        return _add_seal({"form": FORM, **asdict(self)})
 
 
 class Directory(NamedTuple):
@@ -137,7 +137,7 @@ class Commit:
     """The other files that a resume needs, each as its blocks."""
 
     def text(self) -> bytes:
-        return _with_seal({"form": FORM, **asdict(self)})
+        return _add_seal({"form": FORM, **asdict(self)})
 
     @property
     def blocks(self) -> Iterator[Seal]:
@@ -218,7 +218,7 @@ def claim(request: ClaimRequest) -> dict[str, object]:
         wanted = Owner(known.run, number, request["launch"], newest, recipe=recipe)
         if _write_owner(store, wanted, tag, conditional):
             return asdict(_lease(request, wanted, conditional))
-    raise _taken(store, "is repeatedly claimed by another launch")
+    raise _taken_error(store, "is repeatedly claimed by another launch")
 
 
 def release(request: Any) -> None:
@@ -238,13 +238,15 @@ def _lease(request: Place, owner: Owner, conditional: bool) -> Lease:
 
 def _refuse_others(store: Store, owner: Owner, known: Known) -> None:
     if known.run != owner.run:
-        raise _taken(store, "contains a different run than this folder")
+        raise _taken_error(store, "contains a different run than this folder")
     newest = max(committed(store, owner), default=None)
     if newest is not None and newest.launch_number > known.number:
-        raise _taken(store, f"is ahead of this folder: another machine trained this run to step {newest.attempt:,}")
+        raise _taken_error(
+            store, f"is ahead of this folder: another machine trained this run to step {newest.attempt:,}"
+        )
 
 
-def _taken(
+def _taken_error(
     store: Store, what: str, do: str = "to continue the run in the store, start in an empty folder"
 ) -> StoreFailed:
     return StoreFailed(
@@ -272,7 +274,7 @@ def read_owner(store: Store) -> tuple[Owner | None, str]:
         return None, ""
     except (Damaged, KeyError, TypeError):
         again = f"if no other run is there, remove {store.address}/{OWNER}: the same command writes it again"
-        raise _taken(store, f"has an {OWNER} that halfstep did not write, or that is damaged", again) from None
+        raise _taken_error(store, f"has an {OWNER} that halfstep did not write, or that is damaged", again) from None
 
 
 def _write_owner(store: Store, owner: Owner, tag: str, conditional: bool) -> bool:
@@ -292,7 +294,7 @@ def upload(request: UploadRequest) -> str | None:
     """
     lease, folder, name = Lease(**request["lease"]), Path(request["folder"]), request["name"]
     store = _store(request["lease"])
-    owner, tag = _owned(store, lease)
+    owner, tag = _read_owned(store, lease)
     found = committed(store, owner)
     for one in found:
         if one.name in request["withdrawn"] and lease.covers(one.launch_number, one.launch):
@@ -307,15 +309,17 @@ def upload(request: UploadRequest) -> str | None:
         seals = _seals(files)
         if any(one.name == name and _manifest_seal(store, one) == seals[MANIFEST] for one in found):
             return None
-        target = _parsed(f"{name}-{lease.place}")
+        target = _parse_name(f"{name}-{lease.place}")
         assert target is not None
         for file, content in files.items():
             _send_once(store, f"{target.key}/{file}", content, seals[file].size)
-        beside = {one: _send_blocks(store, lease, blocks) for one, blocks in _beside(folder, files[STATE], opened)}
-    _, tag = _owned(store, lease)
+        beside = {
+            one: _send_blocks(store, lease, blocks) for one, blocks in _list_resume_files(folder, files[STATE], opened)
+        }
+    _, tag = _read_owned(store, lease)
     _write_commit(store, target, Commit(lease.run, name, seals, beside), lease)
     if not _write_owner(store, Owner(lease.run, lease.number, lease.launch, target.key), tag, lease.conditional):
-        _owned(store, lease)
+        _read_owned(store, lease)
     try:
         retain(_store(request["lease"], REMOVAL), lease, target, request["keep"], request["skipped"])
     except StoreFailed as failure:
@@ -324,7 +328,7 @@ def upload(request: UploadRequest) -> str | None:
     return target.key
 
 
-def _owned(store: Store, lease: Lease) -> tuple[Owner, str]:
+def _read_owned(store: Store, lease: Lease) -> tuple[Owner, str]:
     """Return the owner, this launch; raise StoreFailed `taken` where it is another one."""
     owner, tag = read_owner(store)
     if owner is None:  # somebody removed it
@@ -332,7 +336,7 @@ def _owned(store: Store, lease: Lease) -> tuple[Owner, str]:
         owner, tag = read_owner(store)
     if owner is None or owner.launch != lease.launch:
         by = f"launch {owner.number} on {owner.host}" if owner else "nobody"
-        raise _taken(store, f"belongs to {by} now: a later launch continues this run")
+        raise _taken_error(store, f"belongs to {by} now: a later launch continues this run")
     return owner, tag
 
 
@@ -341,7 +345,7 @@ def _write_commit(store: Store, target: Directory, commit: Commit, lease: Lease)
     if not lease.conditional:
         store.put(key, commit.text())  # unique names carry the protocol: no other launch writes this key
     elif not store.create(key, commit.text()) and _manifest_seal(store, target) != commit.files[MANIFEST]:
-        raise _taken(store, f"has another {key}")
+        raise _taken_error(store, f"has another {key}")
 
 
 def _seals(files: Mapping[str, BinaryIO]) -> dict[str, Seal]:
@@ -367,17 +371,19 @@ def _send_once(store: Store, key: str, content: bytes | BinaryIO, size: int) -> 
         store.put(key, content)
 
 
-def _beside(folder: Path, state: BinaryIO, opened: contextlib.ExitStack) -> Iterator[tuple[str, Iterator[bytes]]]:
+def _list_resume_files(
+    folder: Path, state: BinaryIO, opened: contextlib.ExitStack
+) -> Iterator[tuple[str, Iterator[bytes]]]:
     """Yield the other files that a resume needs, in their state at the checkpoint, in blocks."""
     state.seek(0)
     sizes: dict[str, int] = strict_json(state.read())["position"]["journal_sizes"]
     for name in BESIDE:
-        parts = _opened_parts(folder / name, opened)
+        parts = _open_parts(folder / name, opened)
         if parts:
             yield name, _blocks(parts, sizes.get(name))
 
 
-def _opened_parts(path: Path, opened: contextlib.ExitStack) -> list[BinaryIO]:
+def _open_parts(path: Path, opened: contextlib.ExitStack) -> list[BinaryIO]:
     """Open a file, or all parts of a journal; again where the journal was divided meanwhile."""
     for _ in range(TRIES):
         found = [part for part in parts_of(path) if part.path.is_file()]
@@ -462,10 +468,10 @@ def _commits(keys: Sequence[str]) -> Iterator[Directory]:
 
 def _directory_of(key: str) -> Directory | None:
     top, _, rest = key.partition("/")
-    return _parsed(rest.partition("/")[0]) if top == CHECKPOINTS else None
+    return _parse_name(rest.partition("/")[0]) if top == CHECKPOINTS else None
 
 
-def _parsed(name: str) -> Directory | None:
+def _parse_name(name: str) -> Directory | None:
     found = _DIRECTORY.fullmatch(name)
     return Directory(int(found[4], 16), int(found[3], 16), int(found[2]), found[5], found[1]) if found else None
 
@@ -522,7 +528,7 @@ def restore(request: RestoreRequest) -> dict[str, object]:
             skipped[one.key] = str(damage)
             continue
         known = Known(owner.run if owner is not None else commit.run, latest)
-        _put_in_place(folder, {"remote": request["address"], **asdict(known)})
+        _move_into_place(folder, {"remote": request["address"], **asdict(known)})
         return asdict(Restored(one.name, known, skipped))
     if skipped:
         lines = "\n    ".join(f"{key}: {problem}" for key, problem in list(skipped.items())[:10])
@@ -558,16 +564,16 @@ def _fetch(store: Store, path: Path, objects: Sequence[tuple[str, Seal]]) -> Non
     with path.open("wb") as file:
         for key, seal in objects:
             begin = file.tell()
-            if _fetched(store, key, seal, file) != seal.sha256:
+            if _fetch_object(store, key, seal, file) != seal.sha256:
                 file.seek(begin)
                 file.truncate()
-                if _fetched(store, key, seal, file) != seal.sha256:
+                if _fetch_object(store, key, seal, file) != seal.sha256:
                     raise Damaged(f"{path.name} has the right size, but a different SHA-256 than was committed")
         file.flush()
         os.fsync(file.fileno())
 
 
-def _fetched(store: Store, key: str, seal: Seal, file: BinaryIO) -> str:
+def _fetch_object(store: Store, key: str, seal: Seal, file: BinaryIO) -> str:
     name, digest = key.rpartition("/")[2], hashlib.sha256()
     try:
         facts = store.size_and_tag(key)
@@ -582,7 +588,7 @@ def _fetched(store: Store, key: str, seal: Seal, file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def _put_in_place(folder: Path, lease: Mapping[str, object]) -> None:
+def _move_into_place(folder: Path, lease: Mapping[str, object]) -> None:
     """Move the restored files into the run's folder; the recipe, which makes it a run, comes last."""
     draft = folder / RESTORING
     write_json(folder / LEASE, lease)
@@ -595,7 +601,7 @@ def _put_in_place(folder: Path, lease: Mapping[str, object]) -> None:
     shutil.rmtree(draft)
 
 
-def _with_seal(content: Mapping[str, object]) -> bytes:
+def _add_seal(content: Mapping[str, object]) -> bytes:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return f'{{"seal":"{hashlib.sha256(text.encode()).hexdigest()}","content":{text}}}\n'.encode()
 
@@ -604,16 +610,16 @@ def _read_sealed(store: Store, key: str) -> tuple[dict[str, Any], str]:
     """Return the content of an object with its tag; wrong bytes are requested again once."""
     with contextlib.suppress(Damaged):
         text, tag = store.read_with_tag(key)
-        return _unsealed(text), tag
+        return _check_seal(text), tag
     text, tag = store.read_with_tag(key)
-    return _unsealed(text), tag
+    return _check_seal(text), tag
 
 
-def _unsealed(text: bytes) -> dict[str, Any]:
+def _check_seal(text: bytes) -> dict[str, Any]:
     try:
         found = strict_json(text[:LARGEST_JSON])
         content: dict[str, Any] = found["content"]
-        is_intact = _with_seal(content) == text and content["form"] == FORM
+        is_intact = _add_seal(content) == text and content["form"] == FORM
     except (ValueError, KeyError, TypeError):
         is_intact = False
     if not is_intact:

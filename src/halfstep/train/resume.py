@@ -223,18 +223,18 @@ def resume_from(
     the result of a finished run that is extended.
     """
     if found is None:
-        _cut(folder, {})
+        _cut_files(folder, {})
         return Resumed()
     state = distributed.fail_together(lambda: _state_for(loop.live, found))
     restored = distributed.fail_together(lambda: restore(loop.live, state, accepted))
-    extended = _extended(loop, before) if EXTEND in accepted and restored.is_longer else None
+    extended = _extension_of(loop, before) if EXTEND in accepted and restored.is_longer else None
     repeated, journal_sizes = 0, found.without_tensors("position")["journal_sizes"]
     if distributed.rank() == 0:
         # Read before the journal is cut, which drops these steps and refuses an invalid size.
         size = journal_sizes.get(JOURNAL)
         after = size if type(size) is int and size >= 0 else 0
-        repeated = max(0, _last_attempt(folder, after) - found.generation.attempt)
-    _cut(folder, journal_sizes)
+        repeated = max(0, _read_last_attempt(folder, after) - found.generation.attempt)
+    _cut_files(folder, journal_sizes)
     loop.checkpoints.resumed(found.generation)
     loop.guarding.taken_up(found.generation.attempt, found.generation.name)
     return Resumed(
@@ -271,7 +271,7 @@ def _reasons(loop: Loop, checkpoint: FoundCheckpoint) -> list[str]:
         if saved != now:
             # Shards are summed in parts of other sizes: the last bits of a sum depend on its order, also of two terms
             # in a norm.
-            found.append(f"it was saved by {_in_shards(saved)}, and resumes with {_in_shards(now)}")
+            found.append(f"it was saved by {_describe_shards(saved)}, and resumes with {_describe_shards(now)}")
         if manifest.world_size > 2 and min(saved, now) == 1:
             # DDP packs gradients anew after its first backward, and a ring adds each element in an order that depends
             # on its place. Two terms have one order; with four ranks the bits of a resumed run were seen to differ.
@@ -291,11 +291,11 @@ def _live_shard_size(model: nn.Module) -> int:
     return max((math.prod(distributed.pieces(parameter)) for parameter in model.parameters()), default=1)
 
 
-def _in_shards(size: int) -> str:
+def _describe_shards(size: int) -> str:
     return "ranks that hold all weights" if size == 1 else f"{size} ranks to a copy of the weights"
 
 
-def _extended(loop: Loop, before: Mapping[str, object] | None) -> Extension:
+def _extension_of(loop: Loop, before: Mapping[str, object] | None) -> Extension:
     """Return what this launch adds to a run."""
     at, train = loop.progress.attempts, loop.recipe.train
     if at >= loop.planned:
@@ -322,12 +322,12 @@ def _extended(loop: Loop, before: Mapping[str, object] | None) -> Extension:
     }
 
 
-def _cut(folder: Path, sizes: dict[str, int]) -> None:
+def _cut_files(folder: Path, sizes: dict[str, int]) -> None:
     if distributed.rank() == 0:
         truncate(folder, sizes)
 
 
-def _last_attempt(folder: Path, after: int = 0) -> int:
+def _read_last_attempt(folder: Path, after: int = 0) -> int:
     """Return the last attempt in the journal after its first `after` bytes."""
     written = saved_events(folder / JOURNAL, min(after, sizes(folder)[JOURNAL]))
     steps = (event.get("attempt") for event in written if event["event"] == events.STEP)
@@ -392,7 +392,7 @@ def for_these_ranks(live: RunObjects, saved: State, manifest: Manifest) -> State
         divided = {name: getattr(train, name) for name in ("batch_size", "microbatches", "global_batch")}
         saved = replace(saved, recipe={**saved.recipe, "train": {**saved.recipe["train"], **divided}})
     elif manifest.world_size != ranks:
-        raise _other_global_batch(live, before, manifest.world_size)
+        raise _global_batch_error(live, before, manifest.world_size)
     if manifest.world_size == ranks:
         return saved
     seed_all(derive(train.seed or 0, "ranks", ranks, manifest.attempt, distributed.rank()))
@@ -400,7 +400,7 @@ def for_these_ranks(live: RunObjects, saved: State, manifest: Manifest) -> State
     return replace(saved, rng=rng, counts={**saved.counts, "epoch": State.of(live).counts["epoch"]})
 
 
-def _other_global_batch(live: RunObjects, before: int, ranks_before: int) -> StateMismatch:
+def _global_batch_error(live: RunObjects, before: int, ranks_before: int) -> StateMismatch:
     train, ranks = live.recipe.train, distributed.size()
     each = train.batch_size * ranks
     keeps = f"train.batch_size={before // ranks} train.microbatches=1" if before % ranks == 0 else ""

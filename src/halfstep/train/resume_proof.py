@@ -81,9 +81,9 @@ def prove(
     """
     with rng_preserved():
         auto_choices = AutoChoices.from_dict(_read(whole[0]).auto_choices) if whole else None
-        loop = build(_made(folder / "one"), auto_choices, None)
+        loop = build(_make_folder(folder / "one"), auto_choices, None)
         if loop.planned < 2 * steps:
-            raise _too_short(f"a run of {loop.planned} steps", loop.planned, steps)
+            raise _too_short_error(f"a run of {loop.planned} steps", loop.planned, steps)
         begin = next((one for one in whole if loop.planned - one.attempt >= 2 * steps), None)
         remedies = None if begin is None else remedies_in(_read(begin).guards)
         # The model has to be built with the remedies in place, and only the checkpoint knows them.
@@ -91,16 +91,18 @@ def prove(
             loop = build(folder / "one", auto_choices, remedies)
         # 2k steps in one go, and 2k in two parts.
         counted = _Counted(on_progress, 4 * steps)
-        _put(loop, begin)
+        _set_start(loop, begin)
         with _Going(loop, counted) as going:
             one = _Segment(going.on(2 * steps), State.of(loop.live))
         # Removed before the second way starts: the disk needs room for one run at a time.
         shutil.rmtree(folder / "one")
-        two = _in_two_parts(build, _made(folder / "two"), (loop.live.auto_choices, remedies), begin, steps, counted)
-    return _judged(one, two, steps, begin.attempt if begin else 0)
+        two = _train_in_two_parts(
+            build, _make_folder(folder / "two"), (loop.live.auto_choices, remedies), begin, steps, counted
+        )
+    return _judge_proof(one, two, steps, begin.attempt if begin else 0)
 
 
-def _in_two_parts(
+def _train_in_two_parts(
     build: Build,
     folder: Path,
     known: tuple[AutoChoices, Remedies | None],
@@ -109,7 +111,7 @@ def _in_two_parts(
     counted: _Counted,
 ) -> _Segment:
     first = build(folder, *known)
-    _put(first, begin)
+    _set_start(first, begin)
     with _Going(first, counted) as going:
         losses = going.on(steps)
         _save(first)
@@ -134,7 +136,7 @@ class _Going:
             losses.append(report.loss)
             self._counted()
         if len(losses) < count:
-            raise _too_short("a run that evaluate.patience ends", len(losses), count // 2)
+            raise _too_short_error("a run that evaluate.patience ends", len(losses), count // 2)
         return losses
 
     def __enter__(self) -> _Going:
@@ -181,7 +183,7 @@ def _save(loop: Loop) -> None:
         )
 
 
-def _put(loop: Loop, begin: CheckpointDir | None) -> None:
+def _set_start(loop: Loop, begin: CheckpointDir | None) -> None:
     # Read again each time: an optimizer keeps using the tensors that it loads.
     if begin is not None:
         restore(loop.live, _read(begin))
@@ -191,12 +193,12 @@ def _read(generation: CheckpointDir) -> State:
     return State.from_parts(*read_state(generation, 0), where=str(generation.path))
 
 
-def _made(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
 
-def _too_short(what: str, there: int, steps: int) -> WrongUse:
+def _too_short_error(what: str, there: int, steps: int) -> WrongUse:
     return WrongUse(
         f"{steps} + {steps} steps of {what}",
         allowed=f"at most {there // 2} + {there // 2} of the {there} steps of the run",
@@ -204,7 +206,7 @@ def _too_short(what: str, there: int, steps: int) -> WrongUse:
     )
 
 
-def _judged(one: _Segment, two: _Segment, steps: int, begin: int) -> Proof:
+def _judge_proof(one: _Segment, two: _Segment, steps: int, begin: int) -> Proof:
     pairs = enumerate(zip(one.losses, two.losses, strict=True))
     # Compared as hexadecimal text: NaN equals itself there.
     unlike = next(((at, a, b) for at, (a, b) in pairs if a.hex() != b.hex()), None)

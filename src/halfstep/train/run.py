@@ -132,14 +132,14 @@ def train(
     more: Mapping[str, str | None] = {}
     leaving = LEAVING
     try:
-        with _ending(loop), lost_ranks_named(lost):
+        with _note_end(loop), lost_ranks_named(lost):
             if resumed is not None and resumed.is_new_length_or_settings:
                 # A checkpoint with the new settings, so that they need not be accepted again.
                 loop.checkpoints.save()
                 loop.checkpoints.finish()
             reason = loop.run()
             loop.checkpoints.finish()
-            weights = _same_weights(loop.parts, journal)
+            weights = _require_same_weights(loop.parts, journal)
     except KeyboardInterrupt:
         reason = INTERRUPTED
         if loop.checkpoints.remote is not None:
@@ -167,7 +167,7 @@ def train(
     finally:
         # Before the end is recorded: the last save may still fail or succeed.
         loop.checkpoints.close(leaving)
-        run = _ended(loop, folder, reason, time.perf_counter() - began)
+        run = _finish_run(loop, folder, reason, time.perf_counter() - began)
         summary = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
         remedies = [str(remedy) for remedy in loop.guarding.remedies.placed]
         loop.journal.emit(events.END, reason=reason, remedies=remedies, **summary, **more)
@@ -177,7 +177,7 @@ def train(
 
 
 @contextmanager
-def _ending(loop: Loop) -> Iterator[None]:
+def _note_end(loop: Loop) -> Iterator[None]:
     """Note at the end, however it comes, that this rank waits for no other one any more: they may end before it."""
     try:
         yield
@@ -325,7 +325,7 @@ def _facts(loop: Loop) -> dict[str, Any]:
     }
 
 
-def _ended(loop: Loop, folder: Path, reason: str, seconds: float) -> Run:
+def _finish_run(loop: Loop, folder: Path, reason: str, seconds: float) -> Run:
     counts = loop.stepper.counts
     return Run(
         dir=folder,
@@ -354,7 +354,7 @@ def _result(run: Run, parts: Parts, weights: str) -> dict[str, object]:
     }
 
 
-def _same_weights(parts: Parts, journal: Journal) -> str:
+def _require_same_weights(parts: Parts, journal: Journal) -> str:
     """Return the digest of the weights; raise RanksDisagree unless it is the same on all ranks."""
     weights = digest(wide_weights(parts.model, parts.stepper.weights))
     if distributed.size() == 1:

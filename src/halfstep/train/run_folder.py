@@ -149,7 +149,7 @@ def _lock_now(folder: Path, descriptor: int) -> None:
         _fcntl().flock(descriptor, _fcntl().LOCK_EX | _fcntl().LOCK_NB)
     except OSError as error:
         if error.errno in HELD:
-            raise _in_use(folder, _holder(descriptor)) from None
+            raise _in_use_error(folder, _holder(descriptor)) from None
         raise
 
 
@@ -171,7 +171,7 @@ def _write(descriptor: int, text: bytes) -> bool:
     return True
 
 
-def _in_use(folder: Path, holder: Holder | None) -> FolderTaken:
+def _in_use_error(folder: Path, holder: Holder | None) -> FolderTaken:
     who, stop = str(holder or "another process"), ""
     if holder is not None and holder.is_here and holder.pid == os.getpid():
         who = f"this process (another run in it, since {holder.since})"
@@ -180,7 +180,7 @@ def _in_use(folder: Path, holder: Holder | None) -> FolderTaken:
     return FolderTaken(
         f"{folder} is in use by {who}",
         allowed="one process per folder",
-        do=f"wait for it, {stop}or {_another_folder()}",
+        do=f"wait for it, {stop}or {_other_folder_advice()}",
     )
 
 
@@ -210,24 +210,26 @@ _changing = threading.RLock()
 """Held while a lock is taken or released, so that no fork happens between opening a descriptor and recording it."""
 
 
-def _in_child() -> None:
+def _drop_locks_in_child() -> None:
     """Drop the locks in a forked child, such as a data worker; `ownership` closes their descriptors there."""
     _held.clear()
     _changing.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_in_child)
+    os.register_at_fork(
+        before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_drop_locks_in_child
+    )
 
 
 def running_elsewhere(folder: Path) -> StatusFile | None:
     """Return the status of rank 0 if it says that the run is running on another host."""
-    status = _running_status(folder)
+    status = _read_running_status(folder)
     holder = status.holder if status else None
     return status if holder is not None and not holder.is_here else None
 
 
-def _running_status(folder: Path) -> StatusFile | None:
+def _read_running_status(folder: Path) -> StatusFile | None:
     status = read_status(folder, 0)
     return status if status is not None and status.state == RUNNING else None
 
@@ -245,7 +247,7 @@ def _watch(folder: Path, before: StatusFile, now_does: Now) -> None:
         if now is None:
             return
         if _heartbeat(now) != _heartbeat(before):
-            raise _in_use(folder, now.holder)
+            raise _in_use_error(folder, now.holder)
 
 
 def _heartbeat(status: StatusFile) -> tuple[object, ...]:
@@ -259,7 +261,7 @@ def _watch_seconds(status: StatusFile) -> float:
 
 def _refuse_running_here(folder: Path, descriptor: int) -> None:
     """Raise FolderTaken if a process of this host has this lock, or this run, open."""
-    status = _running_status(folder)
+    status = _read_running_status(folder)
     for holder in (read_holder(descriptor), status.holder if status else None):
         if holder is None or not holder.is_here:
             continue
@@ -270,7 +272,7 @@ def _refuse_running_here(folder: Path, descriptor: int) -> None:
                 holder.pid, [os.fstat(descriptor), *_journal(folder)]
             )
         if is_running:
-            raise _in_use(folder, holder)
+            raise _in_use_error(folder, holder)
 
 
 def _journal(folder: Path) -> list[os.stat_result]:
@@ -363,21 +365,21 @@ def open_run(
     """
     wanted = run_dir(recipe, label)
     try:
-        if EXTEND in accepted and _written(wanted) is None:
+        if EXTEND in accepted and _read_written(wanted) is None:
             raise FolderTaken(
                 f"{option('extend')}, and there is no run in {wanted}",
                 allowed="an existing run; run.dir=FOLDER names another one",
                 do=f"remove {option('extend')} to start it",
             )
-        path = _first_free(wanted) if new else _made(wanted)
+        path = _first_free(wanted) if new else _make_folder(wanted)
         if not _is_restoring(path, recipe):
             _refuse_foreign(path)
         held = lock(path, now)
         try:
             if new or not fill(path):
-                return _opened(path, recipe, drawn, accepted, held)
+                return _open_locked(path, recipe, drawn, accepted, held)
             try:
-                return _opened(path, recipe, drawn, accepted, held, recipe.checkpoint.remote)
+                return _open_locked(path, recipe, drawn, accepted, held, recipe.checkpoint.remote)
             except StateMismatch as error:
                 for entry in [one for one in path.iterdir() if not _is_leftover(one)]:
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -402,22 +404,22 @@ def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted:
             # Raises OSError for a path that is too long, with the longest name in a run's folder.
             (path / CHECKPOINTS / ("x" * 64) / ("x" * 64)).exists()
             return NEW
-        if not _is_restoring(_made(path), recipe):
+        if not _is_restoring(_make_folder(path), recipe):
             _refuse_foreign(path)
-        if _written(path) is None:
+        if _read_written(path) is None:
             return NEW
         if running_elsewhere(path) is not None:
             return UNFINISHED  # `open_run` watches that host first; until then nothing is written, not even the lock
         held = lock(path)
         try:
-            return _opened(path, recipe, drawn, accepted, held).state
+            return _open_locked(path, recipe, drawn, accepted, held).state
         finally:
             held.release()
     except OSError as error:
         raise _cannot_create(path, error) from None
 
 
-def _opened(
+def _open_locked(
     path: Path,
     recipe: Any,
     drawn: Collection[str],
@@ -426,10 +428,10 @@ def _opened(
     place: str | None = None,
 ) -> RunFolder:
     """Return the run in a locked folder; `place` is where it was restored from."""
-    placed = _with(recipe, "run.dir", str(path))
+    placed = _replace_setting(recipe, "run.dir", str(path))
     _refuse_foreign(path)
     _refuse_links(path)
-    written = _written(path)
+    written = _read_written(path)
     if written is None:
         # A launch that was killed while it wrote the recipe leaves this file and nothing else.
         check_ownership(path)
@@ -444,7 +446,7 @@ def _opened(
     own = {EXTENSIONS} if recipe.schedule.extensions in ([], before.extensions) else set()
     changed = changes(written, recipe, ignore={"run.dir", *own, *drawn})
     if before.result is not None and EXTEND not in accepted:
-        raise _finished(path, changed, recipe, before)
+        raise _finished_error(path, changed, recipe, before)
     # The data itself is compared when it is read, and the samples of a step with those of the checkpoint's ranks.
     changed = drop_keys(changed, (*PLACES, *BATCH))
     unexplained = drop_keys(changed, LENGTH) if EXTEND in accepted else changed
@@ -456,7 +458,7 @@ def _opened(
         placed = with_extensions(placed, before.extensions)
     for key in drawn:
         section, name = key.split(".")
-        placed = _with(placed, key, written.get(section, {}).get(name))
+        placed = _replace_setting(placed, key, written.get(section, {}).get(name))
     return RunFolder(path, UNFINISHED, placed, held, changed, before.result)
 
 
@@ -473,7 +475,7 @@ def keep_recipe(path: Path, recipe: Any) -> None:
     with contextlib.suppress(HalfstepError):
         if read_bounded(path / RECIPE) == text.encode():
             return
-    if different(_written(path) or {}, recipe):
+    if different(_read_written(path) or {}, recipe):
         write_text(path / RECIPE, text)
 
 
@@ -482,7 +484,7 @@ def is_finished(path: Path) -> bool:
     return read_json(path / RESULT) is not None
 
 
-def _made(path: Path) -> Path:
+def _make_folder(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_dir() and path.exists():
         raise FolderTaken(f"{path} is a file", allowed="a folder that is absent or empty", do="give run.dir=...")
@@ -507,11 +509,11 @@ def _first_free(path: Path) -> Path:
 
 def _refuse_foreign(path: Path) -> None:
     """Raise FolderTaken for a folder with foreign files; not even a lock is created in it."""
-    if _written(path) is None and not all(_is_leftover(entry) for entry in path.iterdir()):
+    if _read_written(path) is None and not all(_is_leftover(entry) for entry in path.iterdir()):
         raise FolderTaken(
             f"{path} contains files, but no readable {RECIPE}",
             allowed="an absent or empty folder",
-            do=_another_folder(),
+            do=_other_folder_advice(),
         )
 
 
@@ -533,7 +535,7 @@ def _refuse_links(path: Path) -> None:
             raise Unsafe(
                 f"{path / name} is {'a link' if stat.S_ISLNK(mode) else f'no {kind}'}, and the run would write into it",
                 allowed=f"a {kind} of the run's own",
-                do=f"find out what created it, and move it away; or {_another_folder()}",
+                do=f"find out what created it, and move it away; or {_other_folder_advice()}",
             )
 
 
@@ -547,56 +549,56 @@ def _is_draft(entry: Path) -> bool:
     return draft_of(entry.name) == RECIPE and entry.is_file() and not entry.is_symlink()
 
 
-def _with(recipe: Any, key: str, value: Any) -> Any:
+def _replace_setting(recipe: Any, key: str, value: Any) -> Any:
     section, name = key.split(".")
     changed = getattr(recipe, section).model_copy(update={name: value})
     return recipe.model_copy(update={section: changed})
 
 
-def _finished(path: Path, changed: list[Change], recipe: Any, before: SavedRun) -> HalfstepError:
+def _finished_error(path: Path, changed: list[Change], recipe: Any, before: SavedRun) -> HalfstepError:
     """Return the error for a finished run, by what the user most likely meant."""
     asked = recipe.train.epochs, recipe.train.steps
     if changed and not drop_keys(changed, PLACES):
         return FolderTaken(
             listed(f"{path} contains a finished run on another data folder:", changed),
             allowed="one run per folder",
-            do=f"give its original data folder, or {_another_folder()}, to train on this one",
+            do=f"give its original data folder, or {_other_folder_advice()}, to train on this one",
         )
     if changed and asked != before.length and not drop_keys(changed, LENGTH):
-        return _other_length(path, asked, before)
+        return _other_length_error(path, asked, before)
     if changed:
         return FolderTaken(
             listed(f"{path} contains a finished run of another recipe:", changed),
             allowed="one run per folder; a finished one continues only with an extension",
-            do=f"{_another_folder()}; `halfstep train {path / RECIPE}` has the settings of the existing run",
+            do=f"{_other_folder_advice()}; `halfstep train {path / RECIPE}` has the settings of the existing run",
         )
     return FolderTaken(
         f"{path} contains this run, finished",
         allowed="one run per folder",
-        do=f"halfstep evaluate {path}, or {to_go_on(before)} to continue training, or {_another_folder()}",
+        do=f"halfstep evaluate {path}, or {to_go_on(before)} to continue training, or {_other_folder_advice()}",
         id=RUN_FINISHED,
     )
 
 
-def _other_length(path: Path, asked: tuple[int | None, int | None], before: SavedRun) -> FolderTaken:
+def _other_length_error(path: Path, asked: tuple[int | None, int | None], before: SavedRun) -> FolderTaken:
     given = f"{path} contains this run, finished after {in_words(before.length)}; {in_words(asked)} are requested"
     if is_longer(asked, before.length) is False:
-        return FolderTaken(given, allowed="one run per folder; a run cannot be shortened", do=_another_folder())
+        return FolderTaken(given, allowed="one run per folder; a run cannot be shortened", do=_other_folder_advice())
     extend = (
         f"{add_option('extend')} to continue to {in_words(asked)}, with {option('rewarm')} for a new warm-up and decay"
     )
     return FolderTaken(
         given,
         allowed="a finished run continues only with an extension",
-        do=f"{extend}; or {_another_folder()}",
+        do=f"{extend}; or {_other_folder_advice()}",
     )
 
 
-def _another_folder() -> str:
+def _other_folder_advice() -> str:
     return f"{add_option('new')} for a new folder"
 
 
-def _written(path: Path) -> dict[str, Any] | None:
+def _read_written(path: Path) -> dict[str, Any] | None:
     file = path / RECIPE
     try:
         return read_yaml(read_bounded(file), str(file))

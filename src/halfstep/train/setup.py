@@ -101,7 +101,7 @@ def prepare(
         precision = remedies.precision or precision
     choice = choose_precision(precision or recipe.precision, device=device, fallback=not train.strict)
     notes += task.ready(model, choice.precision, on_progress)
-    notes += _shared_out(task, recipe, model, choice.precision, device)
+    notes += _shard_and_compile(task, recipe, model, choice.precision, device)
     optimizer = make_optimizer(recipe.optimizer, model)
     notes += optimizer_notes(optimizer)
     schedule, shape = make_schedule(recipe.schedule, optimizer, total, per_epoch)
@@ -131,7 +131,7 @@ def _weight_notes(stepper: Stepper) -> list[str]:
     return [f"{share:.1%} of the trained weights are stored as {stepper.weights.format}, the others in fp32"]
 
 
-def _shared_out(
+def _shard_and_compile(
     task: Task, recipe: AnyRecipe, model: nn.Module, precision: Precision, device: torch.device
 ) -> list[str]:
     """Shard the model where the recipe asks for it or it does not fit otherwise, and compile it; return notes.

@@ -165,7 +165,7 @@ class State:
             },
             guards={guard.name: guard.state_dict() for guard in stateful(live.parts.stepper)},
             recipe=live.recipe.model_dump(mode="json"),
-            precision=_saved_precision(live, stepper),
+            precision=_save_precision(live, stepper),
             auto_choices=live.auto_choices.as_dict(),
         )
 
@@ -306,16 +306,16 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> A
     saved = replace(saved, position={**saved.position, "progress": progress})
     data = different(Fingerprint.from_dict(saved.position["data_fingerprint"]), live.data_fingerprint)
     if data and DATA not in accepted:
-        raise _other_data(data, [str(one) for one in changed if one.key in PLACES])
+        raise _changed_data_error(data, [str(one) for one in changed if one.key in PLACES])
     recipe = [str(one) for one in _recipe_changes(live, saved, changed, accepted)]
     is_longer = any(one.key in LENGTH for one in changed)
     # `auto` may resolve to another precision on another device, with the same recipe.
     if RECIPE in accepted and saved.precision != now.precision:
-        recipe.append(f"trained in {_in_words(saved.precision)} -> {_in_words(now.precision)}")
+        recipe.append(f"trained in {_describe_precision(saved.precision)} -> {_describe_precision(now.precision)}")
     if recipe:
-        saved = _adapted(live, now, saved)
+        saved = _adapt_state(live, now, saved)
     elif EXTEND in accepted and is_longer:
-        saved = replace(saved, lr_schedulers=_moved_lr_schedulers(live, now, saved))
+        saved = replace(saved, lr_schedulers=_adapt_schedules(live, now, saved))
     if data:
         # The state without quarantined samples: their numbers belong to other samples now.
         progress = {**progress, "quarantined": [], "suspected": []}
@@ -323,14 +323,14 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> A
     _check_precision(now, saved)
     _check_weights(live, now, saved)
     for name, levels in FORM.items():
-        _same_form(f"{name} of the run", getattr(now, name), getattr(saved, name), levels)
+        _require_same_form(f"{name} of the run", getattr(now, name), getattr(saved, name), levels)
     live.epoch_metrics.check_state(saved.counts["epoch"])
     check_generators(saved.rng, live.parts.stepper.device)
     check_same_keys("the progress", vars(live.progress), saved.position["progress"])
     _check_lr_schedulers(now, saved)
     check_guards(live.parts.stepper, saved.guards)
-    live.parts.stepper.load_state_dict(_of_stepper(live, saved))  # raises before it changes anything
-    _put(live, saved)
+    live.parts.stepper.load_state_dict(_stepper_state(live, saved))  # raises before it changes anything
+    _load_state(live, saved)
     if recipe or (EXTEND in accepted and is_longer):
         # The optimizers' saved groups hold the lr of the old schedule.
         _set_lr(live)
@@ -348,7 +348,7 @@ def _recipe_changes(live: RunObjects, saved: State, changed: list[Change], accep
     return changed
 
 
-def _other_data(lines: list[str], moved: list[str]) -> StateMismatch:
+def _changed_data_error(lines: list[str], moved: list[str]) -> StateMismatch:
     """Return the error for changed data. A mistyped folder is more likely than changed files."""
     title, back = "the data has changed since the start of the run:", "restore the data"
     if moved:
@@ -362,7 +362,7 @@ def _other_data(lines: list[str], moved: list[str]) -> StateMismatch:
     )
 
 
-def _adapted(live: RunObjects, now: State, saved: State) -> State:
+def _adapt_state(live: RunObjects, now: State, saved: State) -> State:
     """Return the saved state under new settings: learned values stay, settings are the new ones."""
     same = saved.precision == now.precision
     return replace(
@@ -371,9 +371,9 @@ def _adapted(live: RunObjects, now: State, saved: State) -> State:
             name: {**state, "param_groups": now.optimizers.get(name, state)["param_groups"]}
             for name, state in saved.optimizers.items()
         },
-        lr_schedulers=_moved_lr_schedulers(live, now, saved),
+        lr_schedulers=_adapt_schedules(live, now, saved),
         ema=saved.ema and {**saved.ema, "decay": (now.ema or saved.ema)["decay"]},
-        loss_scales={name: _scaled_on(own, saved.loss_scales.get(name)) for name, own in now.loss_scales.items()}
+        loss_scales={name: _adapt_loss_scale(own, saved.loss_scales.get(name)) for name, own in now.loss_scales.items()}
         if same
         else now.loss_scales,
         guards=with_counts_reset(now.guards, saved.guards if same else without_remedies(saved.guards)),
@@ -381,7 +381,7 @@ def _adapted(live: RunObjects, now: State, saved: State) -> State:
     )
 
 
-def _scaled_on(own: SavedLossScale, saved: SavedLossScale | None) -> SavedLossScale:
+def _adapt_loss_scale(own: SavedLossScale, saved: SavedLossScale | None) -> SavedLossScale:
     """Return a loss scale with its new settings at the old one's value."""
     if saved is None or own["scale"].keys() != saved["scale"].keys():
         return own
@@ -389,14 +389,16 @@ def _scaled_on(own: SavedLossScale, saved: SavedLossScale | None) -> SavedLossSc
     return {"scale": {**own["scale"], **learned}, "base_count": saved["base_count"]}
 
 
-def _moved_lr_schedulers(live: RunObjects, now: State, saved: State) -> dict[str, dict[str, Any]]:
+def _adapt_schedules(live: RunObjects, now: State, saved: State) -> dict[str, dict[str, Any]]:
     """Return new schedules at the old positions, with the reductions that a plateau has made since its last warm-up."""
     extensions, before = live.recipe.schedule.extensions, saved.recipe["schedule"].get("extensions") or ()
     rewarmed = any(one.rewarm for one in extensions[len(before) :])
-    return {name: _moved_on(own, saved.lr_schedulers.get(name), rewarmed) for name, own in now.lr_schedulers.items()}
+    return {
+        name: _adapt_schedule(own, saved.lr_schedulers.get(name), rewarmed) for name, own in now.lr_schedulers.items()
+    }
 
 
-def _moved_on(own: dict[str, Any], saved: dict[str, Any] | None, rewarmed: bool) -> dict[str, Any]:
+def _adapt_schedule(own: dict[str, Any], saved: dict[str, Any] | None, rewarmed: bool) -> dict[str, Any]:
     if saved is None:
         return own
     # The evaluation at the old end is repeated, and must not cause a reduction after a new warm-up: hence -1.
@@ -411,13 +413,13 @@ def _moved_on(own: dict[str, Any], saved: dict[str, Any] | None, rewarmed: bool)
 def _check_precision(now: State, saved: State) -> None:
     if saved.precision != now.precision:
         raise StateMismatch(
-            f"the run was trained in {_in_words(saved.precision)}",
-            allowed=f"{_in_words(now.precision)}, as it would be now",
+            f"the run was trained in {_describe_precision(saved.precision)}",
+            allowed=f"{_describe_precision(now.precision)}, as it would be now",
             do=f"run it on the original device, {add_option('accept_recipe_change')}, or {option('new')}",
         )
 
 
-def _saved_precision(live: RunObjects, stepper: Mapping[str, Any]) -> SavedPrecision:
+def _save_precision(live: RunObjects, stepper: Mapping[str, Any]) -> SavedPrecision:
     found: SavedPrecision = {"name": stepper["precision"], "islands": sorted(islands(live.parts.model))}
     if "converted" in stepper:
         found["converted"] = stepper["converted"]
@@ -426,7 +428,7 @@ def _saved_precision(live: RunObjects, stepper: Mapping[str, Any]) -> SavedPreci
     return found
 
 
-def _in_words(precision: SavedPrecision) -> str:
+def _describe_precision(precision: SavedPrecision) -> str:
     in_fp32 = ", ".join(precision.get("islands", ()))
     in_fp8, weights = precision.get("converted", {}), precision.get("weights")
     named = f"{precision.get('name')}{f' with weights as {weights}' if weights else ''}"
@@ -449,7 +451,7 @@ def _check_weights(live: RunObjects, now: State, saved: State) -> None:
         lines.append(
             "the run kept an average of the weights, and does not now" if saved.ema else "the run kept no average"
         )
-    lines += [f"optimizer {line}" for name in now.optimizers for line in _other_optimizer(now, saved, name)]
+    lines += [f"optimizer {line}" for name in now.optimizers for line in _compare_optimizers(now, saved, name)]
     if lines:
         raise StateMismatch(
             listed("the checkpoint does not fit the model:", lines),
@@ -471,7 +473,7 @@ def _facts(tensor: Tensor) -> str:
     return f"{numbers.shape(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _other_optimizer(now: State, saved: State, optimizer: str) -> Iterator[str]:
+def _compare_optimizers(now: State, saved: State, optimizer: str) -> Iterator[str]:
     own, then = now.optimizers[optimizer], saved.optimizers.get(optimizer, {})
     if own["kind"] != then.get("kind"):
         yield f"was {then.get('kind')}, and is {own['kind']}"
@@ -483,14 +485,14 @@ def _other_optimizer(now: State, saved: State, optimizer: str) -> Iterator[str]:
         yield "has its parameters in other groups, or in another order"
 
 
-def _same_form(what: str, own: Any, saved: Any, levels: int) -> None:
+def _require_same_form(what: str, own: Any, saved: Any, levels: int) -> None:
     if not isinstance(own, Mapping) or not isinstance(saved, Mapping):
         check_same_keys(what, [type(own).__name__], [type(saved).__name__])
     elif levels > 0:
         check_same_keys(what, own, saved)
         for key in own:
             if levels > 1:
-                _same_form(f"{what}, {key}", own[key], saved[key], levels - 1)
+                _require_same_form(f"{what}, {key}", own[key], saved[key], levels - 1)
 
 
 def _check_lr_schedulers(now: State, saved: State) -> None:
@@ -498,10 +500,10 @@ def _check_lr_schedulers(now: State, saved: State) -> None:
     for name, own in now.lr_schedulers.items():
         shapes, then = (own or {}).get("lr_lambdas", ()), saved.lr_schedulers[name]["lr_lambdas"]
         for mine, theirs in zip(shapes, then, strict=False):
-            _same_form(f"the schedule of {name}", mine, theirs, 1)
+            _require_same_form(f"the schedule of {name}", mine, theirs, 1)
 
 
-def _of_stepper(live: RunObjects, saved: State) -> dict[str, Any]:
+def _stepper_state(live: RunObjects, saved: State) -> dict[str, Any]:
     stepper = live.parts.stepper.state_dict()
     now = stepper["optimizers"]
     optimizers = {
@@ -525,8 +527,8 @@ def _of_stepper(live: RunObjects, saved: State) -> dict[str, Any]:
     return {**rest, **narrow, "optimizers": optimizers, "losses": losses}
 
 
-def _put(live: RunObjects, saved: State) -> None:
-    _put_weights(live, saved)
+def _load_state(live: RunObjects, saved: State) -> None:
+    _load_weights(live, saved)
     live.epoch_metrics.load_state_dict(saved.counts["epoch"])
     live.last_evaluation.update(saved.counts["last_evaluation"])
     vars(live.progress).update(saved.position["progress"])
@@ -538,7 +540,7 @@ def _put(live: RunObjects, saved: State) -> None:
 
 
 @torch.no_grad()
-def _put_weights(live: RunObjects, saved: State) -> None:
+def _load_weights(live: RunObjects, saved: State) -> None:
     model, narrow = live.parts.model, live.parts.stepper.weights
     for name, parameter in saved_parameters(model).items():
         # In place: the optimizer holds references to these parameters.

@@ -112,7 +112,7 @@ def begin(folder: Path, newest: int, restarts: int, batch_size: int, accepted: C
         return Launch(secrets.token_hex(8), restarts, 0, newest, batch_size, parts)
     for rank, status in last.items():
         if status.code in INCURABLE:
-            raise _not_restarted(_reason(rank, last), status.code, "fix this, and start it again")
+            raise _not_restarted_error(_reason(rank, last), status.code, "fix this, and start it again")
     return Launch(
         secrets.token_hex(8), restarts, _fruitless(folder, last, newest), newest, batch_size, _parts(last, batch_size)
     )
@@ -125,28 +125,28 @@ def _fruitless(folder: Path, last: Mapping[int, StatusFile], newest: int) -> int
     if newest > (-1 if before is None else before):
         fruitless = 0
     # A run that was asked to stop did not fail, and one that ran out of memory is not repeated: it is divided further.
-    elif not was_stopped and _exhausted(last) is None:
+    elif not was_stopped and _find_exhausted(last) is None:
         fruitless += 1
     if fruitless > MOST_FRUITLESS:
         raise _gave_up(folder, last)
     return fruitless
 
 
-def _exhausted(last: Mapping[int, StatusFile]) -> int | None:
+def _find_exhausted(last: Mapping[int, StatusFile]) -> int | None:
     """Return the first rank that ended for want of memory."""
     return next((rank for rank, status in last.items() if status.code == OUT_OF_MEMORY), None)
 
 
 def _parts(last: Mapping[int, StatusFile], batch_size: int) -> int:
     """Return the parts of a micro-batch: those of the attempt before, and twice as many where memory ran out."""
-    parts, rank = _parts_before(last, batch_size), _exhausted(last)
+    parts, rank = _parts_before(last, batch_size), _find_exhausted(last)
     if rank is None:
         return parts
     size = batch_size // parts
     if size == 1:
         given = f"{_reason(rank, last)}; micro-batches are of one sample already, and cannot be halved"
         do = "add train.checkpoint_activations=true, or use smaller images, a smaller model or more ranks"
-        raise _not_restarted(given, OUT_OF_MEMORY, do)
+        raise _not_restarted_error(given, OUT_OF_MEMORY, do)
     return batch_size // largest_divisor(size, size // 2)
 
 
@@ -185,10 +185,10 @@ def _gave_up(folder: Path, last: Mapping[int, StatusFile]) -> NotRestarted:
     end = {"state": ENDED, "code": code, "reason": given, "restartable": False}
     with contextlib.suppress(OSError):
         write_json(folder / status_file(0), {**(read_json(folder / status_file(0)) or {}), **end})
-    return _not_restarted(given, code, "fix the first of these failures, and run the same command again")
+    return _not_restarted_error(given, code, "fix the first of these failures, and run the same command again")
 
 
-def _not_restarted(given: str, code: int, do: str) -> NotRestarted:
+def _not_restarted_error(given: str, code: int, do: str) -> NotRestarted:
     error = NotRestarted(given, allowed="a restart that can end differently from the previous attempt", do=do)
     error.exit_code = code
     return error
@@ -211,7 +211,7 @@ class RankStatus:
             machine=boot_and_container_id(),
             job=job_id(),
             rank=self.rank,
-            since=_now(),
+            since=_utc_now(),
             world=distributed.size(),
             launch=facts.pop("token"),
             **facts,
@@ -250,10 +250,10 @@ class RankStatus:
             # A failing disk must not mask the original error. Where the folder is another run's, nothing is
             # written: the run ends at its next step.
             with contextlib.suppress(OSError, FolderLost):
-                _replace(self.folder, self.rank, replace(status, time=_now(), beat=self._beat))
+                _replace(self.folder, self.rank, replace(status, time=_utc_now(), beat=self._beat))
 
 
-def _as_json(status: StatusFile) -> str:
+def _to_json(status: StatusFile) -> str:
     known = {name: value for name, value in asdict(status).items() if value is not None}
     return json.dumps({"job": None, **known}, indent=1, sort_keys=True)
 
@@ -262,7 +262,7 @@ def _replace(folder: Path, rank: int, status: StatusFile) -> None:
     """Replace a status file; on a full disk, overwrite what the earlier one of this attempt occupies."""
     try:
         with (replacing if status.state == ENDED else renaming)(folder / status_file(rank)) as draft:
-            draft.write_text(f"{_as_json(status):<{RESERVED - 1}}\n", encoding="utf-8")
+            draft.write_text(f"{_to_json(status):<{RESERVED - 1}}\n", encoding="utf-8")
     except OSError as error:
         if error.errno not in _FULL:
             raise
@@ -277,7 +277,7 @@ def _overwrite(folder: Path, rank: int, status: StatusFile) -> None:
     handle = os.open(folder / status_file(rank), os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
     try:
         size = os.fstat(handle).st_size
-        text = _as_json(short).encode()
+        text = _to_json(short).encode()
         if len(text) < size:
             os.write(handle, text.ljust(size - 1) + b"\n")  # in one call: a reader sees all of it or nothing
             os.fsync(handle)
@@ -310,5 +310,5 @@ def exit_code_of(error: BaseException) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else SOFTWARE
 
 
-def _now() -> str:
+def _utc_now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

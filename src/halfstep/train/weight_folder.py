@@ -65,12 +65,12 @@ def read_folder(folder: Path, most: int) -> dict[str, Tensor]:
         raise BadData(f"{folder} has {size:,} bytes", allowed=f"at most {most:,}", do="use smaller weights")
     try:
         parts = _parts(files)
-        return {name: _joined(name, held) for name, held in parts.items()}
+        return {name: _join_parts(name, held) for name, held in parts.items()}
     except (BadData, Unsafe):
         raise
     except Exception as error:
         # A made-up file can cause any exception in the reader.
-        raise _broken(folder, str(error).strip().partition("\n")[0][:200] or type(error).__name__) from error
+        raise _damaged_error(folder, str(error).strip().partition("\n")[0][:200] or type(error).__name__) from error
 
 
 def _parts(files: list[Path]) -> dict[str, list[WeightPart]]:
@@ -78,7 +78,7 @@ def _parts(files: list[Path]) -> dict[str, list[WeightPart]]:
     for file in files:
         _refuse_code(file)
         check_header(file)
-        with _opened(file) as stored:
+        with _open_file(file) as stored:
             offsets = _offsets(stored.metadata() or {})
             for name in stored.keys():  # noqa: SIM118 - not a mapping
                 sizes = tuple(stored.get_slice(name).get_shape())
@@ -97,28 +97,28 @@ def _offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _joined(name: str, parts: list[WeightPart]) -> Tensor:
+def _join_parts(name: str, parts: list[WeightPart]) -> Tensor:
     ends = ([at + size for at, size in zip(part.offsets, part.sizes, strict=True)] for part in parts)
     shape = tuple(map(max, zip(*ends, strict=True)))
     held = sum(math.prod(part.sizes) for part in parts)
     # Before anything is allocated: a made-up offset can claim a tensor of any size.
     if held != math.prod(shape):
-        raise _broken(parts[0].file.parent, f"{name} has {held:,} of {math.prod(shape):,} numbers")
+        raise _damaged_error(parts[0].file.parent, f"{name} has {held:,} of {math.prod(shape):,} numbers")
     if len(parts) == 1:
-        with _opened(parts[0].file) as stored:
+        with _open_file(parts[0].file) as stored:
             whole: Tensor = stored.get_tensor(name)
             return whole
     joined, seen = torch.empty(0), torch.zeros(shape, dtype=torch.bool)
     for part in parts:
-        with _opened(part.file) as stored:
+        with _open_file(part.file) as stored:
             tensor = stored.get_tensor(name)
         joined = torch.empty(shape, dtype=tensor.dtype) if part is parts[0] else joined
         if tensor.dtype != joined.dtype:
-            raise _broken(part.file, f"{name} has two dtypes")
+            raise _damaged_error(part.file, f"{name} has two dtypes")
         joined[part.place], seen[part.place] = tensor, True
     # As many numbers as there should be, and one place without any: another has two.
     if not bool(seen.all()):
-        raise _broken(parts[0].file.parent, f"parts of {name} overlap")
+        raise _damaged_error(parts[0].file.parent, f"parts of {name} overlap")
     return joined
 
 
@@ -133,13 +133,13 @@ def _refuse_code(file: Path) -> None:
         )
 
 
-def _opened(file: Path) -> Any:
+def _open_file(file: Path) -> Any:
     from safetensors import safe_open
 
     return safe_open(file, "pt")
 
 
-def _broken(path: Path, reason: str) -> BadData:
+def _damaged_error(path: Path, reason: str) -> BadData:
     return BadData(
         f"{path} cannot be read as weights: {reason}",
         allowed=FOLDERS,

@@ -80,16 +80,16 @@ def save_weights(
     For a sharded model the other ranks call `gather_weights` meanwhile.
     """
     with replacing(path) as draft:
-        write_tensors(_saved(model), metadata or {}, draft)
+        write_tensors(_saved_tensors(model), metadata or {}, draft)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> None:
     """Write a safetensors file, always the same bytes for the same tensors; shards are gathered one by one."""
     # The safetensors package writes metadata in random order, and has all tensors in memory.
-    pieces = _one_by_one(tensors)
+    pieces = _iterate_whole(tensors)
     try:
         with file.open("wb") as written:
-            written.write(header(_ordered(tensors), dict(sorted({"format": "pt", **metadata}.items()))))
+            written.write(header(_order_by_width(tensors), dict(sorted({"format": "pt", **metadata}.items()))))
             for _, tensor in pieces:
                 written.write(content(tensor))
     finally:
@@ -100,7 +100,7 @@ def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], fi
 
 def gather_weights(model: nn.Module) -> None:
     """Take part in the gathers of `save_weights` on a rank that does not write; nothing is kept."""
-    for _ in _one_by_one(_saved(model)):
+    for _ in _iterate_whole(_saved_tensors(model)):
         pass
 
 
@@ -110,13 +110,13 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> LoadRep
     Everything must fit, unless `partial`: then at least half of the smaller side must. The model changes only after all
     checks. Raises StateMismatch, BadData, Unsafe or MissingExtra.
     """
-    own = _without_prefixes(_tensors(model), {})  # with the names that save_weights uses
-    read = _without_prefixes(read_tensors(path), own)
+    own = _strip_prefixes(_tensors(model), {})  # with the names that save_weights uses
+    read = _strip_prefixes(read_tensors(path), own)
     # With the prefix of a submodel that fits best: a file of an encoder has none.
     placed = [{f"{inside}{name}": tensor for name, tensor in read.items()} for inside in INSIDE]
     found = max(placed, key=lambda names: len(names.keys() & own.keys()))
     fitting = {name: found[name] for name in own if name in found and found[name].shape == own[name].shape}
-    report = _compared(path, own, found, fitting)
+    report = _compare_weights(path, own, found, fitting)
     if not report.complete and (not partial or not fitting or 2 * len(fitting) < min(len(own), len(found))):
         raise StateMismatch(
             f"{path} does not fit the model\n{report}",
@@ -158,10 +158,10 @@ def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
     Every rank calls it for a sharded model.
     """
     total = hashlib.sha256()
-    saved = _saved(model)
+    saved = _saved_tensors(model)
     # Sorted: the order of registration is not part of the weights.
     for name in sorted(saved):
-        tensor = _on_host(saved[name])
+        tensor = _move_to_host(saved[name])
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         # NumPy has no bfloat16: bytes work for every dtype.
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -179,25 +179,25 @@ def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def as_saved(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers as a file has them: whole, contiguous, on the host."""
-    return dict(_one_by_one(_saved(model)))
+    return dict(_iterate_whole(_saved_tensors(model)))
 
 
-def _saved(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return _without_prefixes(_tensors(model), {})
+def _saved_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return _strip_prefixes(_tensors(model), {})
 
 
-def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _order_by_width(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return wider dtypes first: readers require each tensor to be aligned to its element size."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
-def _one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _iterate_whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor whole, on the host, contiguous: files know neither shards nor memory formats."""
-    for name, tensor in _ordered(tensors).items():
-        yield name, _on_host(tensor)
+    for name, tensor in _order_by_width(tensors).items():
+        yield name, _move_to_host(tensor)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def _move_to_host(tensor: Tensor) -> Tensor:
     return distributed.whole(tensor.detach()).cpu().contiguous()
 
 
@@ -208,7 +208,7 @@ def _tensors(model: nn.Module | Mapping[str, object]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
-def _without_prefixes(tensors: dict[str, Tensor], own: Collection[str]) -> dict[str, Tensor]:
+def _strip_prefixes(tensors: dict[str, Tensor], own: Collection[str]) -> dict[str, Tensor]:
     # A submodule may be compiled too, so this prefix can occur anywhere in a name.
     tensors = {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items()}
     wrappers = PREFIXES if own else PREFIXES[:1]
@@ -220,7 +220,7 @@ def _without_prefixes(tensors: dict[str, Tensor], own: Collection[str]) -> dict[
     return tensors
 
 
-def _compared(
+def _compare_weights(
     path: Path, own: Mapping[str, Tensor], found: Mapping[str, Tensor], fitting: Mapping[str, Tensor]
 ) -> LoadReport:
     # Files older than torch's batch counter lack it; only a cumulative average (momentum=None) uses it.
@@ -268,7 +268,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return _numbers_only(path, start)
     if path.suffix in (".pt", ".pth", ".bin"):
-        return _restricted(path)
+        return _load_restricted(path)
     raise BadData(f"{path} is not a file of weights", allowed=WEIGHTS, do="convert it to .safetensors")
 
 
@@ -290,11 +290,11 @@ def _numbers_only(path: Path, start: bytes) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged_error(path, error) from error
 
 
-def _restricted(path: Path) -> dict[str, Tensor]:
-    _not_packed(path)
+def _load_restricted(path: Path) -> dict[str, Tensor]:
+    _refuse_compressed(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of old pickles; unreadable ones raise below
@@ -308,7 +308,7 @@ def _restricted(path: Path) -> dict[str, Tensor]:
         ) from error
     except Exception as error:
         # A damaged file may raise anything: EOFError, RuntimeError, struct.error, ...
-        raise _damaged(path, error) from error
+        raise _damaged_error(path, error) from error
     found = _innermost(content)
     if not found:
         raise BadData(
@@ -317,7 +317,7 @@ def _restricted(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def _not_packed(path: Path) -> None:
+def _refuse_compressed(path: Path) -> None:
     """Raise Unsafe for compressed archives: torch never compresses, and one could expand beyond memory."""
     if not zipfile.is_zipfile(path):
         return
@@ -325,7 +325,7 @@ def _not_packed(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             packed = [member.filename for member in archive.infolist() if member.compress_type != zipfile.ZIP_STORED]
     except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged_error(path, error) from error
     if packed:
         raise Unsafe(f"{path} is compressed, as torch never writes it", allowed=WEIGHTS, do="save the weights again")
 
@@ -343,7 +343,7 @@ def _innermost(content: Any) -> dict[str, Tensor]:
     return {}
 
 
-def _damaged(path: Path, error: Exception) -> BadData:
+def _damaged_error(path: Path, error: Exception) -> BadData:
     return BadData(
         f"{path} cannot be read as weights: {_first_line(error)}",
         allowed=WEIGHTS,

@@ -239,8 +239,8 @@ def test_things_that_hold_each_other_and_very_many_of_them_come_to_an_end() -> N
 def test_a_diagnosis_of_a_large_model_says_what_it_costs_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "LARGE", 10)
     runs: list[Any] = []
-    tried = Trials._tried
-    monkeypatch.setattr(Trials, "_tried", lambda self, *given: (runs.append(given), tried(self, *given))[1])
+    tried = Trials._run_trial
+    monkeypatch.setattr(Trials, "_run_trial", lambda self, *given: (runs.append(given), tried(self, *given))[1])
     told: list[GuardEvent] = []
     guardian = Guardian(stepper_of(plain_model()), tell=told.append)
     guardian.step(lambda model, x: model(x).mean() / 0, torch.randn(4, 8))

@@ -125,7 +125,7 @@ class FileFacts:
 
 def look(path: str, as_mask: bool) -> FileFacts:
     """Read a file to its end and describe it; nothing is raised."""
-    fault = _before_opening(path)
+    fault = _check_before_opening(path)
     if fault:
         return FileFacts(path, fault)
     with warnings.catch_warnings():
@@ -133,7 +133,7 @@ def look(path: str, as_mask: bool) -> FileFacts:
         warnings.simplefilter("ignore")
         try:
             with stream_of(path) as stream, Image.open(stream, formats=FORMATS) as image:
-                return _described(path, image, as_mask)
+                return _describe_file(path, image, as_mask)
         except (UnidentifiedImageError, Image.DecompressionBombError) as error:
             return FileFacts(path, NO_IMAGE if isinstance(error, UnidentifiedImageError) else HUGE)
         except Exception:  # decoders raise anything on damaged input
@@ -155,7 +155,9 @@ def look_at_all(files: Sequence[tuple[str, bool]], told: Callable[[int, int], No
         done = 0
         while True:
             # A bounded number of jobs: a million files must not become a million futures.
-            waiting += [pool.submit(_some, files[i : i + AT_A_TIME]) for i in islice(left, 4 * cores - len(waiting))]
+            waiting += [
+                pool.submit(_sample_files, files[i : i + AT_A_TIME]) for i in islice(left, 4 * cores - len(waiting))
+            ]
             if not waiting:
                 return
             for found in waiting.pop(0).result():
@@ -164,11 +166,11 @@ def look_at_all(files: Sequence[tuple[str, bool]], told: Callable[[int, int], No
             told(done, len(files))
 
 
-def _some(files: Sequence[tuple[str, bool]]) -> list[FileFacts]:
+def _sample_files(files: Sequence[tuple[str, bool]]) -> list[FileFacts]:
     return [look(*one) for one in files]
 
 
-def _before_opening(path: str) -> str:
+def _check_before_opening(path: str) -> str:
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             facts = os.fstat(file.fileno())
@@ -179,7 +181,7 @@ def _before_opening(path: str) -> str:
     return EMPTY if facts.st_size == 0 else HUGE if facts.st_size > MOST_BYTES else ""
 
 
-def _described(path: str, image: Image.Image, as_mask: bool) -> FileFacts:
+def _describe_file(path: str, image: Image.Image, as_mask: bool) -> FileFacts:
     size, stored, frames = image.size, str(image.mode), int(getattr(image, "n_frames", 1))
     if size[0] * size[1] > MOST_PIXELS:
         return FileFacts(path, HUGE, str(image.format), stored, size)
@@ -267,7 +269,7 @@ class SetLooked:
 
 def look_at(layout: Layout, on_progress: OnProgress, classes: int | None = None) -> SetLooked:
     """List the folders, pair the files, and examine each of them."""
-    splits = [_split(name, part) for name, part in layout.parts.items()]
+    splits = [_read_split(name, part) for name, part in layout.parts.items()]
     wanted = [(split, image, mask) for split in splits for image, mask in split.pairs]
     files = [(path, path == mask) for _, image, mask in wanted for path in (image, mask) if path]
     paired = {path for path, _ in files}
@@ -283,19 +285,22 @@ def look_at(layout: Layout, on_progress: OnProgress, classes: int | None = None)
     return SetLooked(layout, splits, samples, reading, classes, [looks[path] for path in unpaired])
 
 
-def _split(name: str, part: SplitFolder) -> Split:
+def _read_split(name: str, part: SplitFolder) -> Split:
     split = Split(name, part, names_below(part.folder))
     if part.masks is None:
         _class_folders(split)
     else:
         split.mask_names = names_below(part.masks)
-        _paired(split, part.folder, part.masks)
+        _pair_files(split, part.folder, part.masks)
     return split
 
 
-def _paired(split: Split, folder: Path, masks_folder: Path) -> None:
+def _pair_files(split: Split, folder: Path, masks_folder: Path) -> None:
     assert split.mask_names is not None
-    images, masks = _by_stem(split.names.images, "", split), _by_stem(split.mask_names.images, _ENDING, split)
+    images, masks = (
+        _group_by_stem(split.names.images, "", split),
+        _group_by_stem(split.mask_names.images, _ENDING, split),
+    )
     split.without_mask = [os.path.join(folder, path) for stem, path in images.items() if stem not in masks]
     split.without_image = [os.path.join(masks_folder, path) for stem, path in masks.items() if stem not in images]
     split.pairs = [
@@ -305,7 +310,7 @@ def _paired(split: Split, folder: Path, masks_folder: Path) -> None:
     ]
 
 
-def _by_stem(paths: list[str], ending: str, split: Split) -> dict[str, str]:
+def _group_by_stem(paths: list[str], ending: str, split: Split) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in paths:
         stem = os.path.splitext(path)[0].removesuffix(ending)

@@ -141,11 +141,11 @@ def _finding(finding: Fault, folder: Path) -> tuple[Block, ...]:
     number = f" ({len(finding.files):,})" if finding.files else ""
     names = [in_line(name) for name in finding.files[:MOST_NAMES]]
     more = len(finding.files) - len(names)
-    lines = [*names, *([f"and {more:,} more"] if more > 0 else []), f"do: {_typed(finding, folder)}"]
+    lines = [*names, *([f"and {more:,} more"] if more > 0 else []), f"do: {_fix_with_name(finding, folder)}"]
     return Paragraph((head, f"{number}: {finding.evidence}"), gap=True), Paragraph("\n".join(lines), indent=True)
 
 
-def _typed(finding: Fault, folder: Path) -> str:
+def _fix_with_name(finding: Fault, folder: Path) -> str:
     """Return the fix, with the file's name in it where there is only one."""
     if len(finding.files) != 1:
         return finding.fix

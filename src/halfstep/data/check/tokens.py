@@ -92,7 +92,7 @@ def check_tokens(folder: Path, on_progress: OnProgress = lambda done, of: None) 
         looked[split] = _look_at(tokens, index)
         done += len(tokens)
         on_progress(done, total)
-    found_in_train = _in_train(arrays["train"], arrays["val"])
+    found_in_train = _overlap_with_train(arrays["train"], arrays["val"])
     on_progress(total, total)
     faults = list(_faults(folder, index, looked, found_in_train))
     train = looked["train"]
@@ -146,7 +146,7 @@ def _look_at(tokens: TokenArray, index: TokenIndex) -> _Looked:
     return _Looked(facts, counts, unended, empty, digests, damaged)
 
 
-def _in_train(train: TokenArray, val: TokenArray) -> dict[str, float]:
+def _overlap_with_train(train: TokenArray, val: TokenArray) -> dict[str, float]:
     """Return the share of each held-out document that is also in train, in runs of `RUN` tokens; 0 is left out."""
     ends, names = val.documents().tolist(), val.names()
     owners: list[int] = []

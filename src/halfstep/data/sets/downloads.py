@@ -63,7 +63,7 @@ class RemoteFile:
                 file.write(block)
                 on_progress(done, self.size)
         if done < self.size:
-            raise self._failed(f"the connection ended after {done:,} of {self.size:,} bytes")
+            raise self._download_error(f"the connection ended after {done:,} of {self.size:,} bytes")
         if done > self.size or digest.hexdigest() != self.sha256:
             partial.unlink()
             raise Unsafe(
@@ -81,11 +81,11 @@ class RemoteFile:
                     yield block
         except urllib.error.HTTPError as error:
             with error:
-                raise self._failed(str(error)) from None
+                raise self._download_error(str(error)) from None
         except (OSError, http.client.HTTPException) as error:
-            raise self._failed(str(getattr(error, "reason", None) or error)) from None
+            raise self._download_error(str(getattr(error, "reason", None) or error)) from None
 
-    def _failed(self, reason: str) -> DownloadFailed:
+    def _download_error(self, reason: str) -> DownloadFailed:
         return DownloadFailed(
             f"{self.url} cannot be downloaded: {reason}",
             allowed="a server that can be reached",

@@ -44,7 +44,7 @@ def get(name: str, known: Mapping[str, ModuleType] | None = None) -> tuple[Path,
     if not final.is_dir():
         with _storing(final):
             _make(name, known[name], final)
-    return final, _counted(name, known[name], final)
+    return final, _count_samples(name, known[name], final)
 
 
 def _make(name: str, module: ModuleType, final: Path) -> None:
@@ -65,13 +65,13 @@ def _make(name: str, module: ModuleType, final: Path) -> None:
                 on_progress(done, total)
 
             module.make(downloads, made, on_sample)
-        _counted(name, module, made)
+        _count_samples(name, module, made)
         # Counted before the rename: a set in its place is always complete.
-        _put(made, final)
+        _move_into_place(made, final)
     shutil.rmtree(downloads, ignore_errors=True)
 
 
-def _counted(name: str, module: ModuleType, folder: Path) -> dict[str, int]:
+def _count_samples(name: str, module: ModuleType, folder: Path) -> dict[str, int]:
     counts: dict[str, int] = module.count(folder)
     if counts != module.COUNTS:
         raise BadData(
@@ -80,7 +80,7 @@ def _counted(name: str, module: ModuleType, folder: Path) -> dict[str, int]:
     return counts
 
 
-def _put(made: Path, final: Path) -> None:
+def _move_into_place(made: Path, final: Path) -> None:
     """Rename the made folder into place; of two processes that make the same set, one wins."""
     try:
         made.rename(final)

@@ -41,14 +41,14 @@ class SpriteStamps:
 
     def one(self, draw: np.random.Generator, size: int) -> Array:
         """Draw one sprite for a frame of `size` pixels."""
-        return _resized(trimmed(self._masks[int(draw.integers(len(self)))]), size / FRAME)
+        return _resize_mask(trimmed(self._masks[int(draw.integers(len(self)))]), size / FRAME)
 
     def files(self) -> Files:
         """Return the file of the sprites."""
         return [(FILE, self.path)]
 
 
-def _resized(mask: Array, factor: float) -> Array:
+def _resize_mask(mask: Array, factor: float) -> Array:
     """Scale by nearest neighbor, so that a mask stays binary; one that vanishes becomes a single pixel."""
     if factor == 1.0:
         return mask
@@ -137,7 +137,7 @@ class MovingSprites(Drawn):
     def __init__(
         self, stamps: Stamps, samples: int, size: int = 64, frames: int = 6, objects: int = 4, seed: int = 0
     ) -> None:
-        _allowed(samples, size, frames, objects)
+        _check_sizes(samples, size, frames, objects)
         self.stamps, self.samples, self.size, self.seed = stamps, samples, size, seed
         self.frames, self.objects, self.kind = frames, objects, f"moving {stamps.name}"
 
@@ -199,7 +199,7 @@ def _background(draw: np.random.Generator, size: int) -> Array:
     return ramp
 
 
-def _allowed(samples: int, size: int, frames: int, objects: int) -> None:
+def _check_sizes(samples: int, size: int, frames: int, objects: int) -> None:
     possible = samples >= 1 and 8 <= size <= 4096 and 1 <= frames <= 256 and 1 <= objects <= 32
     if not possible or frames * size**2 > MOST_CLIP_PIXELS:
         raise WrongUse(

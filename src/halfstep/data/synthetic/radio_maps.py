@@ -87,10 +87,10 @@ def radio_field(built: Array, place: tuple[int, int]) -> Array:
     """Return the received power per pixel, from 1 at the transmitter down to 0; `built` is True if a building is."""
     metres = METRES / len(built)
     distance = np.maximum(_distance(len(built), place) * metres, NEAREST)
-    walls = _crossed(built, place) * metres * LOST_IN_WALLS
+    walls = _count_crossings(built, place) * metres * LOST_IN_WALLS
     # Exponential saturation: linear in the walls at first, and never more than LOST_IN_SHADOW.
     shadow = LOST_IN_SHADOW * (1.0 - np.exp(-walls / LOST_IN_SHADOW))
-    lost = 10.0 * EXPONENT * np.log10(distance / NEAREST) + _softened(shadow)
+    lost = 10.0 * EXPONENT * np.log10(distance / NEAREST) + _blur_shadow(shadow)
     received: Array = np.clip(1.0 - lost / RANGE, 0.0, 1.0)
     return received
 
@@ -117,7 +117,7 @@ def _distance(size: int, place: tuple[int, int]) -> Array:
     return distance
 
 
-def _crossed(built: Array, place: tuple[int, int]) -> Array:
+def _count_crossings(built: Array, place: tuple[int, int]) -> Array:
     """Return the pixels of building between the transmitter and each pixel.
 
     Rays go out in all directions and sum what they cross; a pixel is interpolated between two rays and two points.
@@ -154,7 +154,7 @@ def _along(built: Array, place: tuple[int, int], rays: int, places: int) -> Arra
     return there
 
 
-def _softened(shadow: Array) -> Array:
+def _blur_shadow(shadow: Array) -> Array:
     """Blur the shadow by a few meters, as waves diffract into it."""
     spread = max(0.6, len(shadow) / 80)
     reach = math.ceil(2.5 * spread)

@@ -62,7 +62,7 @@ class ShapeMasks(Drawn):
     """A segmentation source of two to four shapes: all of class 1 with two classes, else a class per kind."""
 
     def __init__(self, samples: int, size: int = 64, classes: int = 2, channels: int = 3, seed: int = 0) -> None:
-        _allowed(samples, size, channels, classes, len(KINDS) + 1)
+        _check_sizes(samples, size, channels, classes, len(KINDS) + 1)
         self.samples, self.size, self.channels, self.seed = samples, size, channels, seed
         self.classes = ["background", "shape"] if classes == 2 else ["background", *_MASKED[: classes - 1]]
         self._kinds = _MASKED[:3] if classes == 2 else self.classes[1:]
@@ -78,14 +78,14 @@ class ShapeMasks(Drawn):
             step = draw.choice((-1.0, 1.0)) * draw.uniform(0.2, 0.32, (self.channels, 1))
             image[:, inside] = background[:, inside] + step
             mask[inside] = 1 if len(self.classes) == 2 else kind + 1
-        return {"image": _finished(draw, image), "mask": torch.from_numpy(mask)}
+        return {"image": _finish_image(draw, image), "mask": torch.from_numpy(mask)}
 
 
 class ShapeLabels(Drawn):
     """A classification source of one shape, whose kind is the label."""
 
     def __init__(self, samples: int, size: int = 64, classes: int = 4, channels: int = 3, seed: int = 0) -> None:
-        _allowed(samples, size, channels, classes, len(KINDS))
+        _check_sizes(samples, size, channels, classes, len(KINDS))
         self.samples, self.size, self.channels, self.seed = samples, size, channels, seed
         self.classes = _LABELED[:classes]
 
@@ -101,7 +101,7 @@ class ShapeLabels(Drawn):
         image = _background(draw, self.size, self.channels, 0.1)
         inside = _shape(draw, self.size, kind, 0.28, 0.42)
         image[:, inside] += draw.uniform(0.25, 0.42, (self.channels, 1))
-        return _finished(draw, image)
+        return _finish_image(draw, image)
 
 
 class ShapePictures(ShapeLabels):
@@ -118,7 +118,7 @@ class ShapePictures(ShapeLabels):
         return torch.from_numpy((light * covered * 255.0).round().astype(np.uint8))
 
 
-def _allowed(samples: int, size: int, channels: int, classes: int, most: int) -> None:
+def _check_sizes(samples: int, size: int, channels: int, classes: int, most: int) -> None:
     if not (samples >= 1 and 8 <= size <= 4096 and 1 <= channels <= 64 and 2 <= classes <= most):
         raise WrongUse(
             f"{samples} drawn samples of {size} pixels, {channels} channels, {classes} classes",
@@ -148,6 +148,6 @@ def _shape(draw: np.random.Generator, size: int, kind: str, least: float, most: 
     return inside
 
 
-def _finished(draw: np.random.Generator, image: Array) -> torch.Tensor:
+def _finish_image(draw: np.random.Generator, image: Array) -> torch.Tensor:
     noisy = image + draw.normal(0.0, 0.05, image.shape)
     return torch.from_numpy((noisy.clip(0.0, 1.0) * 255.0).round().astype(np.uint8))

@@ -101,7 +101,7 @@ class Autocasts:
         """Functions of this file that run under an autocast that is opened outside of them."""
         found: dict[ast.AST, list[Autocast]] = {}
         for autocast in self.on:
-            for function in _reached(self._script, self, autocast):
+            for function in _reach_functions(self._script, self, autocast):
                 found.setdefault(function, []).append(autocast)
         return found
 
@@ -128,10 +128,12 @@ def _read(script: Script, call: ast.Call) -> Autocast | None:
         device = named.partition(":")[0] if isinstance(named, str) else ""
         given = {"dtype": argument(call, "dtype", 1), "enabled": argument(call, "enabled", 2)}
         given["cache_enabled"] = argument(call, "cache_enabled", 3)
-    return _described(script, call, device or None, given)
+    return _describe_autocast(script, call, device or None, given)
 
 
-def _described(script: Script, call: ast.Call, device: str | None, given: dict[str, ast.expr | None]) -> Autocast:
+def _describe_autocast(
+    script: Script, call: ast.Call, device: str | None, given: dict[str, ast.expr | None]
+) -> Autocast:
     hidden = unpacks(call)
     enabled = True if given["enabled"] is None and not hidden else script.constant(given["enabled"])
     dtype, format = given["dtype"], None
@@ -143,19 +145,19 @@ def _described(script: Script, call: ast.Call, device: str | None, given: dict[s
     return Autocast(call, device, format, enabled if isinstance(enabled, bool) else None, cached)
 
 
-def _reached(script: Script, autocasts: Autocasts, autocast: Autocast) -> set[ast.AST]:
+def _reach_functions(script: Script, autocasts: Autocasts, autocast: Autocast) -> set[ast.AST]:
     """Return the functions of this file that code under an autocast calls, as far as names tell."""
     found: set[ast.AST] = set()
     waiting: list[ast.AST] = list(autocasts.body(autocast))
     while waiting:
-        for function in _called(script, autocasts, autocast, waiting.pop()):
+        for function in _list_called(script, autocasts, autocast, waiting.pop()):
             if function not in found:
                 found.add(function)
                 waiting.extend(function.body)
     return found
 
 
-def _called(script: Script, autocasts: Autocasts, autocast: Autocast, code: ast.AST) -> Iterator[Function]:
+def _list_called(script: Script, autocasts: Autocasts, autocast: Autocast, code: ast.AST) -> Iterator[Function]:
     for node in ast.walk(code):
         if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
             continue

@@ -57,10 +57,10 @@ def module_format(script: Script, node: ast.AST, deep: int = _DEEPEST) -> Named 
         return module_format(script, node.func.value, deep - 1)
     if script.is_one_of(node.func, _COPIES) and node.args:
         return module_format(script, node.args[0], deep - 1)
-    return _loaded(script, node) or _returned_format(script, node, deep)
+    return _loaded_format(script, node) or _returned_format(script, node, deep)
 
 
-def _loaded(script: Script, call: ast.Call) -> Named | None:
+def _loaded_format(script: Script, call: ast.Call) -> Named | None:
     """Return the format that `from_pretrained(torch_dtype=...)` loads in."""
     if method(call) != "from_pretrained":
         return None

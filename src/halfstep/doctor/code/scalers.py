@@ -42,8 +42,8 @@ class Scalers:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self.made = [MadeScaler(call, _enabled(script, call)) for call in script.calls_of(_NAMES)]
-        self._paths = self._known_paths()
+        self.made = [MadeScaler(call, _is_enabled(script, call)) for call in script.calls_of(_NAMES)]
+        self._paths = self._list_known_paths()
         used = (call for call in script.calls() if method(call) in _METHODS) if self._paths else ()
         self.calls = [found for call in used if (found := self._read(call))]
         self.clips = script.calls_of(_CLIPS)
@@ -68,7 +68,7 @@ class Scalers:
         made = self.made_as(call)
         return bool(made) and all(one.enabled is False for one in made)
 
-    def _known_paths(self) -> set[str]:
+    def _list_known_paths(self) -> set[str]:
         made = {one.call for one in self.made}
         bound = self._script.bound() if made else ()
         paths = {path for path, value in bound if any(part in made for part in _parts(value))}
@@ -95,7 +95,7 @@ def follows(script: Script, first: ast.AST, second: ast.AST) -> bool:
     return precedes(first, second) and not exclusive(script, first, second)
 
 
-def _enabled(script: Script, call: ast.Call) -> bool | None:
+def _is_enabled(script: Script, call: ast.Call) -> bool | None:
     given = argument(call, "enabled", 4 if script.is_one_of(call.func, OLD) else 5)
     if given is None:
         return None if unpacks(call) else True

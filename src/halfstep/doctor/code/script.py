@@ -126,7 +126,7 @@ class Script:
         if not isinstance(node, ast.Name) or deep == 0:
             return frozenset()
         found = {".".join((base, *rest)) for base in self._roots(node, deep)}
-        return frozenset(map(_shortened, found))
+        return frozenset(map(_shorten_name, found))
 
     def _roots(self, name: ast.Name, deep: int) -> frozenset[str]:
         imported = frozenset(self._imports.get(name.id, ()))
@@ -370,7 +370,7 @@ def _last_names(wanted: frozenset[str]) -> frozenset[str]:
     return frozenset(name.rpartition(".")[2] for name in wanted)
 
 
-def _shortened(name: str) -> str:
+def _shorten_name(name: str) -> str:
     for long, short in _MOVED.items() if name.startswith(_MOVED_FROM) else ():
         if name.startswith(long):
             return short + name[len(long) :]

@@ -72,10 +72,12 @@ def _cast_before(script: Script, module: ast.expr, optimizer: ast.Call, format: 
         home = script.parents[script.statement(last)]
         # Under a condition that asks for the format, it is one wherever that holds.
         asked = isinstance(home, ast.If) and _ASKS.search(ast.unparse(home.test)) and len(certain) == 1
-        is_sure = not exclusive(script, last, optimizer) and (home in _around(script, optimizer) or bool(asked))
+        is_sure = not exclusive(script, last, optimizer) and (
+            home in _enclosing_nodes(script, optimizer) or bool(asked)
+        )
         return last if cast_to(script, last) == format and is_sure else None
     if module_format(script, module) == format:
-        return _made_in_half(script, module, format)
+        return _find_half_cast(script, module, format)
     return _part_in_half(script, module, format)
 
 
@@ -91,7 +93,7 @@ def _cast_module(call: ast.Call) -> str | None:
     return path_of(node) if node is not call else receiver(call)
 
 
-def _around(script: Script, node: ast.AST) -> list[ast.AST]:
+def _enclosing_nodes(script: Script, node: ast.AST) -> list[ast.AST]:
     found = []
     current: ast.AST | None = node
     while current is not None:
@@ -100,7 +102,7 @@ def _around(script: Script, node: ast.AST) -> list[ast.AST]:
     return found
 
 
-def _made_in_half(script: Script, module: ast.expr, format: Named) -> ast.Call | None:
+def _find_half_cast(script: Script, module: ast.expr, format: Named) -> ast.Call | None:
     """Return the cast that makes a module fp16, in a function of this file where that makes it."""
     value = script.value(module)
     function = function_named(script, value.func) if isinstance(value, ast.Call) else None

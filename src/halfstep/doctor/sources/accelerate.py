@@ -26,7 +26,7 @@ def from_accelerate(path: str, text: str | None = None) -> SettingSource:
 def accelerate_settings(document: SettingsFile) -> SettingSource:
     """Return the settings of accelerate's file, with accelerate's own meaning."""
     content = document.content
-    found = [setting for setting in (_mixed_precision(document),) if setting]
+    found = [setting for setting in (_read_mixed_precision(document),) if setting]
     simple = {
         "downcast_bf16": "TPU only",
         DISTRIBUTED: "how processes work together; sets no precision",
@@ -38,10 +38,10 @@ def accelerate_settings(document: SettingsFile) -> SettingSource:
     return SettingSource(
         "accelerate",
         document.place,
-        found + _nested(document),
+        found + _read_nested(document),
         training_settings(document, "deepspeed_config.", clipping),
         text=document.text,
-        names=[str(clipping["deepspeed_config_file"])] if _deepspeed_file(content) else [],
+        names=[str(clipping["deepspeed_config_file"])] if _is_deepspeed_file(content) else [],
     )
 
 
@@ -64,14 +64,14 @@ def reads_a_boolean(text: str) -> bool:
         return False
 
 
-def _mixed_precision(document: SettingsFile) -> FoundSetting | None:
+def _read_mixed_precision(document: SettingsFile) -> FoundSetting | None:
     content = document.content
     if content.get("mixed_precision") is not None:
-        return _said(document, "mixed_precision", _word(document, content["mixed_precision"]))
+        return _read_key(document, "mixed_precision", _word(document, content["mixed_precision"]))
     # A key of old versions of accelerate, which the launcher still reads.
     if content.get("fp16") is True:
-        return _said(document, "fp16", "fp16")
-    if _deepspeed_file(content):
+        return _read_key(document, "fp16", "fp16")
+    if _is_deepspeed_file(content):
         return None
     claim = claim_of("mixed_precision", NOT_GIVEN, "no")
     return document.setting("mixed_precision", NOT_GIVEN, "accelerate reads this as 'no': fp32", claim)
@@ -92,7 +92,7 @@ def _word(document: SettingsFile, value: object) -> str:
     return word
 
 
-def _said(document: SettingsFile, key: str, word: str) -> FoundSetting:
+def _read_key(document: SettingsFile, key: str, word: str) -> FoundSetting:
     means = "accelerate opens no autocast: fp32" if word == "no" else f"accelerate runs prepared models in {word}"
     return document.setting(key, document.content[key], means, claim_of(key, document.content[key], word))
 
@@ -102,14 +102,14 @@ def claim_of(key: str, value: object, word: str) -> Claim:
     return replace(read_claims({"mixed_precision": word})[0], key=key, value=value)
 
 
-def _nested(document: SettingsFile) -> list[FoundSetting]:
+def _read_nested(document: SettingsFile) -> list[FoundSetting]:
     found = []
     fsdp = _section(document.content, "fsdp_config")
     for key in POLICIES:
         if key in fsdp:
             found.append(document.setting(f"fsdp_config.{key}", fsdp[key], "not read by accelerate launch"))
     deepspeed = _section(document.content, "deepspeed_config")
-    if _deepspeed_file(document.content):
+    if _is_deepspeed_file(document.content):
         means = "DeepSpeed's file decides the precision; give it with --deepspeed"
         key = "deepspeed_config_file"
         found.append(document.setting(f"deepspeed_config.{key}", deepspeed[key], means))
@@ -119,7 +119,7 @@ def _nested(document: SettingsFile) -> list[FoundSetting]:
     return found
 
 
-def _deepspeed_file(content: Mapping[str, object]) -> bool:
+def _is_deepspeed_file(content: Mapping[str, object]) -> bool:
     return bool(_section(content, "deepspeed_config").get("deepspeed_config_file"))
 
 

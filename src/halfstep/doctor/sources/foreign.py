@@ -44,11 +44,13 @@ def read_foreign(text: str, where: str) -> Read:
         if (content := _json(text)) is not None:
             return Read(content, {})
         mark = getattr(error, "problem_mark", None)
-        raise _refused(where, mark.line + 1 if mark else 1, str(getattr(error, "problem", None) or error)) from None
+        raise _refused_error(
+            where, mark.line + 1 if mark else 1, str(getattr(error, "problem", None) or error)
+        ) from None
     return Read(builder.content if isinstance(builder.content, dict) else {}, builder.lines)
 
 
-def _refused(where: str, line: int, why: str) -> BadRecipe:
+def _refused_error(where: str, line: int, why: str) -> BadRecipe:
     allowed, do = "YAML, JSON or TOML: keys with values", "correct the line, or leave the file out"
     return BadRecipe(f"{where}, line {line}: {why[:200]}", allowed=allowed, do=do, line=line)
 
@@ -146,7 +148,7 @@ def _read_toml(text: str, where: str) -> Read:
     try:
         content = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise _refused(where, 1, str(error)) from None
+        raise _refused_error(where, 1, str(error)) from None
     lines: dict[str, int] = {}
     section = ""
     for number, line in enumerate(lines_of(text), 1):

@@ -20,7 +20,7 @@ def hydra_settings(document: SettingsFile) -> SettingSource:
     tools = frozenset(
         {"lightning"} if any("lightning" in target and target.endswith("Trainer") for target in targets) else ()
     )
-    names = list(_selected(document.content.get("defaults")))
+    names = list(_list_selected(document.content.get("defaults")))
     return SettingSource("hydra", document.place, found, training, names=names, tools=tools)
 
 
@@ -38,7 +38,7 @@ def _hydra_section(document: SettingsFile, prefix: str, section: Mapping[str, ob
         yield document.setting(prefix + key, value, reading.means).read_as(reading)
 
 
-def _selected(defaults: object) -> Iterator[str]:
+def _list_selected(defaults: object) -> Iterator[str]:
     """Yield `group/option` for each entry of a defaults list; what an interpolation selects is not known."""
     for entry in defaults if isinstance(defaults, list) else ():
         pairs = entry.items() if isinstance(entry, Mapping) else [("", entry)]

@@ -91,11 +91,11 @@ def commands(text: str) -> Iterator[list[Word]]:
 def _commands_in(lines: Sequence[tuple[int, str]]) -> Iterator[list[Word]]:
     # Splitting into words is slow, and most lines of most scripts start nothing.
     if any(len(line) < _LONGEST and SPEAKS.search(line) for _, line in lines):
-        words = [Word(word, number) for number, line in lines if len(line) < _LONGEST for word in _split(line)]
+        words = [Word(word, number) for number, line in lines if len(line) < _LONGEST for word in _split_words(line)]
         yield from _parts(words[:_MOST_WORDS])
 
 
-def _split(line: str) -> list[str]:
+def _split_words(line: str) -> list[str]:
     # A quote that ends on another line belongs to no launch line that this reader knows.
     try:
         lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
@@ -154,7 +154,7 @@ def _launch(place: str, words: Sequence[Word], variables: dict[str, FoundSetting
     launcher, rest = _launcher(words)
     if not launcher:
         return None
-    own, script, theirs = _around_script(rest)
+    own, script, theirs = _split_at_script(rest)
     if not script:
         return None
     reader = "halfstep" if "halfstep" in (launcher, script) else "script"
@@ -191,7 +191,7 @@ def _launcher(words: Sequence[Word]) -> tuple[str, Sequence[Word]]:
     return "python", words[1:]
 
 
-def _around_script(words: Sequence[Word]) -> tuple[Sequence[Word], str, Sequence[Word]]:
+def _split_at_script(words: Sequence[Word]) -> tuple[Sequence[Word], str, Sequence[Word]]:
     """Return the launcher's words, the script or module, and the script's words."""
     for index, word in enumerate(words):
         if word.text in ("-m", "--module") and index + 1 < len(words):
@@ -246,14 +246,14 @@ def _flag(place: str, key: str, value: object, word: Word, reader: str) -> Found
     if "$" in str(value):
         return setting
     if reader == "accelerate":
-        return _of_accelerate(setting)
+        return _as_accelerate_setting(setting)
     # The script's own parser reads it; `_owned` of linking names the library where one does.
     read: Claims = {"halfstep": halfstep_claim, "fabric": lightning_claim}.get(reader, own_claim)
     read_as = setting.read_as(read(short, False if off else value))
     return replace(read_as, claim=replace(read_as.claim, key=key, value=value) if read_as.claim else None)
 
 
-def _of_accelerate(setting: FoundSetting) -> FoundSetting:
+def _as_accelerate_setting(setting: FoundSetting) -> FoundSetting:
     word = str(setting.value).lower()
     if word not in WORDS:
         return setting.read_as(unknown_word(f"accelerate knows {', '.join(WORDS)}"))

@@ -103,10 +103,10 @@ def from_python(place: str, text: str) -> SettingSource:
     found = Found(facts_of(place, text))
     calls = list(found.script.calls())
     for call in calls:
-        if _last(call) == "add_argument":
+        if _called_last_name(call) == "add_argument":
             _argument(found, call)
     for call in calls:
-        last = _last(call)
+        last = _called_last_name(call)
         reader = _CALLS.get(last) or (_training_arguments if _ARGUMENT_CLASSES.fullmatch(last) else None)
         if reader:
             reader(found, call, found.script.names(call.func))
@@ -120,10 +120,10 @@ def from_python(place: str, text: str) -> SettingSource:
         value = "..." if made.enabled is None else made.enabled
         found.settings.append(found.setting(made.call, "GradScaler(enabled)", value, known[made.enabled]))
     for assign in found.script.every(ast.Assign):
-        _assigned(found, assign)
+        _read_assignment(found, assign)
     _read_names(found)
     _read_words(found)
-    settings = without_alternatives([*found.settings, *_own_arguments(found)])
+    settings = without_alternatives([*found.settings, *_list_own_arguments(found)])
     settings.sort(key=lambda setting: setting.line or 0)
     return SettingSource(
         "code", place, settings, found.training, names=found.names, tools=frozenset(found.tools),
@@ -164,7 +164,7 @@ def _last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _last(call: ast.Call) -> str:
+def _called_last_name(call: ast.Call) -> str:
     return _last_name(call.func)
 
 
@@ -191,7 +191,7 @@ def _say(found: Found, call: ast.Call, keyword: str, tool: str, claim_for: Claim
     value, name = _value(found, given)
     if value is None:
         return
-    key = f"{_last(call)}({keyword})"
+    key = f"{_called_last_name(call)}({keyword})"
     if value is _Unknown:
         # Not a number of words: the expression itself is shown.
         setting = found.setting(given, key, ast.unparse(given)[:80], UNRESOLVED)
@@ -246,7 +246,7 @@ def _training_arguments(found: Found, call: ast.Call, names: frozenset[str]) -> 
         _say(found, call, key, "transformers", _flag_claim)
     given = argument(call, "logging_nan_inf_filter")
     if given is not None and found.script.constant(given) is True:
-        key = f"{_last(call)}(logging_nan_inf_filter)"
+        key = f"{_called_last_name(call)}(logging_nan_inf_filter)"
         setting = found.setting(given, key, True, "losses that are not finite are left out of the logs")
         found.settings.append(replace(setting, tool="transformers"))
 
@@ -327,7 +327,7 @@ def _chooses(node: ast.AST) -> bool:
     return isinstance(node, (ast.If, ast.IfExp, ast.Match, ast.ExceptHandler)) and not is_main
 
 
-def _assigned(found: Found, node: ast.Assign) -> None:
+def _read_assignment(found: Found, node: ast.Assign) -> None:
     target = node.targets[0]
     if isinstance(target, ast.Attribute) and target.attr in ("allow_tf32", "fp32_precision"):
         if isinstance(node.value, ast.Constant):
@@ -369,7 +369,7 @@ def _argument(found: Found, call: ast.Call) -> None:
         found.words |= {str(one.value) for one in choices.elts if isinstance(one, ast.Constant)}
 
 
-def _own_arguments(found: Found) -> Iterator[FoundSetting]:
+def _list_own_arguments(found: Found) -> Iterator[FoundSetting]:
     """Yield the defaults of a script's own arguments that speak of precision; none of them decides."""
     used = {setting.argument for setting in found.settings}
     for name, (default, line) in found.arguments.items():

@@ -40,7 +40,7 @@ def read_document(kind: Kind, path: str, text: str | None = None) -> SettingsFil
     try:
         from halfstep.recipe.sources import is_path, recipe_text
     except ModuleNotFoundError as missing:
-        raise _missing(missing) from None
+        raise _missing_extra_error(missing) from None
 
     if text is not None:
         return document_of(kind, path, text)
@@ -54,7 +54,7 @@ def document_of(kind: Kind, place: str, text: str) -> SettingsFile:
     try:
         from halfstep.recipe.strict_yaml import FastLoader, read_with_lines
     except ModuleNotFoundError as missing:
-        raise _missing(missing) from None
+        raise _missing_extra_error(missing) from None
     # JSON is valid YAML except for tabs between tokens; tabs inside strings are invalid JSON anyway.
     # A project has hundreds of files: libyaml's parser.
     read = read_with_lines(text.replace("\t", " ") if place.endswith(".json") else text, place, FastLoader)
@@ -66,12 +66,12 @@ def foreign_document_of(place: str, text: str) -> SettingsFile:
     try:
         from halfstep.doctor.sources.foreign import read_foreign
     except ModuleNotFoundError as missing:
-        raise _missing(missing) from None
+        raise _missing_extra_error(missing) from None
     read = read_foreign(text, place)
     return SettingsFile("recipe", place, read.content, read.lines, text)
 
 
-def _missing(missing: ModuleNotFoundError) -> MissingExtra:
+def _missing_extra_error(missing: ModuleNotFoundError) -> MissingExtra:
     return MissingExtra(
         f"{missing.name} is not installed, and YAML cannot be read without it",
         allowed="an installation with the extra [train]",

@@ -110,7 +110,7 @@ class LossWatch:
     def refuse(self, loss: float, attempt: int) -> None:
         """Record a loss above the limit whose update was refused."""
         self.hold(loss, attempt)
-        self._refused = [*self._of_late(attempt), (attempt, loss)]
+        self._refused = [*self._recent_losses(attempt), (attempt, loss)]
 
     def take(self, loss: float) -> None:
         """Record a usual loss; those above the limit before it were a spike, and are learned too."""
@@ -121,7 +121,7 @@ class LossWatch:
 
     def take_alone(self, loss: float, attempt: int) -> None:
         """Record a usual loss; refused losses before it are learned only if there were many."""
-        self._refused = self._of_late(attempt)
+        self._refused = self._recent_losses(attempt)
         if len(self._refused) >= TAIL:
             for _, one in self._refused:
                 self.usual.add(one)
@@ -151,7 +151,7 @@ class LossWatch:
     def _over(self) -> None:
         self.above, self.just_rolled_back, self.diverges = [], False, False
 
-    def _of_late(self, attempt: int) -> list[tuple[int, float]]:
+    def _recent_losses(self, attempt: int) -> list[tuple[int, float]]:
         return [(at, loss) for at, loss in self._refused if at > attempt - LATELY]
 
     def state_dict(self) -> dict[str, Any]:

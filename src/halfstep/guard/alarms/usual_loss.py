@@ -65,7 +65,7 @@ class RecentLosses:
         spread = _log(self._sorted[len(self._sorted) * 9 // 10], zero) - middle
         least = SIGNED_RATIO if zero else RATIO
         height = max(least, SPREADS * spread, _log(self._decayed_max, zero) - middle + TALLEST)
-        return max(_from_log(middle + height, zero), self.median + FIRST * self.first if zero else FIRST * self.first)
+        return max(_invert_log(middle + height, zero), self.median + FIRST * self.first if zero else FIRST * self.first)
 
     def logs(self, losses: Iterable[float]) -> list[float]:
         """Return losses above the limit in log space, in which they are compared."""
@@ -114,7 +114,7 @@ class RecentLosses:
             return
         zero = self._zero()
         middle = _log(self.median, zero)
-        self._decayed_max = _from_log(middle + (_log(self._decayed_max, zero) - middle) * FORGETS, zero)
+        self._decayed_max = _invert_log(middle + (_log(self._decayed_max, zero) - middle) * FORGETS, zero)
 
     def _zero(self) -> float:
         """Return the scale below which losses are compared linearly; 0 if all are positive."""
@@ -154,7 +154,7 @@ def _log(loss: float, zero: float) -> float:
     return math.log(loss) if loss > 0.0 else -math.inf
 
 
-def _from_log(height: float, zero: float) -> float:
+def _invert_log(height: float, zero: float) -> float:
     try:
         return zero * math.sinh(height) if zero else math.exp(height)
     except OverflowError:

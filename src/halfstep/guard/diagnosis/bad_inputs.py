@@ -68,7 +68,7 @@ def not_finite(microbatches: Sequence[Any], name: str | None, written: frozenset
         if not all_finite(leaf)
     ]
     # -inf comes last: masks contain it on purpose.
-    return _shared([spot for _, spot in sorted(found, key=lambda pair: (pair[0], pair[1].value == MINUS_INF))])
+    return _share_spots([spot for _, spot in sorted(found, key=lambda pair: (pair[0], pair[1].value == MINUS_INF))])
 
 
 def written_storages(attempt: StepInputs) -> frozenset[int]:
@@ -110,8 +110,8 @@ def with_ordinary_numbers(attempt: StepInputs, written: frozenset[int], *, zeros
 def outlier(microbatches: Sequence[Any]) -> Spot | None:
     """Return the one sample whose values are far from those of all others, on any rank, or None."""
     found = [spot for path in dict.fromkeys(path for _, path, _ in _floating(microbatches))
-             if (spot := _far(microbatches, path)) is not None]  # fmt: skip
-    return next(iter(_shared(found)), None)
+             if (spot := _find_far_sample(microbatches, path)) is not None]  # fmt: skip
+    return next(iter(_share_spots(found)), None)
 
 
 def far_from_one(microbatches: Sequence[Any], limit: float) -> list[Spot]:
@@ -124,7 +124,7 @@ def far_from_one(microbatches: Sequence[Any], limit: float) -> list[Spot]:
             found.append(
                 (largest, Spot(index, len(microbatches), path, sample, number(largest), 1, distributed.rank()))
             )
-    return _shared([spot for _, spot in sorted(found, key=lambda pair: -pair[0])])
+    return _share_spots([spot for _, spot in sorted(found, key=lambda pair: -pair[0])])
 
 
 def normalized(attempt: StepInputs, spot: Spot) -> StepInputs:
@@ -185,7 +185,7 @@ def _spot(index: int, of: int, path: str, leaf: Tensor) -> Spot:
     return Spot(index, of, path, sample, value, int(bad.sum().item()), distributed.rank())
 
 
-def _far(microbatches: Sequence[Any], path: str) -> Spot | None:
+def _find_far_sample(microbatches: Sequence[Any], path: str) -> Spot | None:
     sizes = _sizes(microbatches, path)
     if len(sizes) < 2 or not 0 < sizes[1][0] * FAR <= sizes[0][0]:
         return None
@@ -211,7 +211,7 @@ def _largest_by_sample(leaf: Tensor) -> list[float]:
     return found
 
 
-def _shared(mine: list[Spot]) -> list[Spot]:
+def _share_spots(mine: list[Spot]) -> list[Spot]:
     """Return the places of the first rank that has any."""
     everywhere = [json.loads(text) for text in distributed.from_all(json.dumps(mine))]
     return [Spot(*plain) for plain in next((spots for spots in everywhere if spots), [])]

@@ -217,14 +217,14 @@ class _Case:
         if as_it_was.error:
             return Verdict(DATA, explain.not_run(as_it_was), None, (), (_OTHER_LOSS, _SKIP))
         if as_it_was.finite:
-            return self._not_again()
+            return self._verdict_not_rerun()
         # Forward does not depend on the scale; if the step is finite without it, the scale alone is too high.
         if self.reason not in _FORWARD and self.scale > 1.0:
             unscaled = self._run(1.0)
             if unscaled.finite:
                 return self._scale_too_high(as_it_was)
             as_it_was = unscaled
-        return self._real(as_it_was)
+        return self._verdict_in_fp32(as_it_was)
 
     def _run(self, scale: float | None, *, compiled: bool = False) -> TrialOutcome:
         return self.trials.run(ReplayConfig(self.precision, scale=scale, compiled=compiled))
@@ -237,12 +237,12 @@ class _Case:
             fits = ProposedRemedy("skip", "the loss scale falls by itself", True)
             return Verdict(WARM_UP, f"warm_up: {sentence}", at_scale.culprit, (), (fits,))
         sentence += ", and the scale cannot fall below its floor"
-        remedies = remedies_for(self.trials, self.precision, at_scale.culprit, self._in_fp32(), scale=None)
+        remedies = remedies_for(self.trials, self.precision, at_scale.culprit, self._run_in_fp32(), scale=None)
         return Verdict(PRECISION, f"precision: {sentence}", at_scale.culprit, (), remedies)
 
     # -- what does not happen again -----------------------------------------------------------------------------
 
-    def _not_again(self) -> Verdict:
+    def _verdict_not_rerun(self) -> Verdict:
         if (guard := refused_by(self.reason)) is not None:
             return self._divergence(explain.refused(guard), None)
         if self.on_gradients is not None and self.reason not in _FORWARD:
@@ -259,18 +259,20 @@ class _Case:
         if self.compiled:
             as_compiled = self._run(self._own_scale, compiled=True)
             if not as_compiled.finite:
-                return self._only_compiled(as_compiled)
+                return self._verdict_compiled_only(as_compiled)
         # A third result: finite now and failing then is a nondeterministic operation, not a single event.
         once_more = self._run(self._own_scale)
-        return self._not_reproducible(explain.NOT_NOW if once_more.finite or once_more.error else explain.NOW_AND_THEN)
+        return self._verdict_not_reproducible(
+            explain.NOT_NOW if once_more.finite or once_more.error else explain.NOW_AND_THEN
+        )
 
-    def _not_reproducible(self, evidence: str) -> Verdict:
+    def _verdict_not_reproducible(self, evidence: str) -> Verdict:
         known = {id(generator) for generator, _ in self.attempt.own_generators}
         unknown = any(id(generator) not in known for generator in self._held.generators)
         told = (evidence, *((explain.OWN_GENERATOR,) if unknown else ()))
         return Verdict(NOT_REPRODUCIBLE, explain.NOT_AGAIN, None, told, (_SKIP,))
 
-    def _only_compiled(self, as_compiled: TrialOutcome) -> Verdict:
+    def _verdict_compiled_only(self, as_compiled: TrialOutcome) -> Verdict:
         if self.reason == GRADIENT_OVERFLOW and self._run(1.0, compiled=True).finite:
             return self._scale_too_high(as_compiled)
         bad = as_compiled.bad_parameters
@@ -280,7 +282,7 @@ class _Case:
 
     # -- what happens again -------------------------------------------------------------------------------------
 
-    def _real(self, as_it_was: TrialOutcome) -> Verdict:
+    def _verdict_in_fp32(self, as_it_was: TrialOutcome) -> Verdict:
         # The order matters: bad values that came into the step, impossible state and a bad batch are ruled out first.
         # A bad batch, for example, is often finite in fp32, and would be taken for a lack of precision.
         culprit = as_it_was.culprit
@@ -288,17 +290,17 @@ class _Case:
         if outside.startswith(BATCH):
             spots = bad_inputs.not_finite(self.attempt.microbatches, outside, self.written)
             if spots and spots[0].written:
-                return self._written_by_the_step(as_it_was, spots)
+                return self._verdict_batch_written(as_it_was, spots)
             if spots:
                 others = tuple(map(explain.spot, spots[1:]))
                 return Verdict(DATA, f"data: {explain.spot(spots[0])}", culprit, others, (_SKIP,))
         elif outside and outside != OTHERS:
             return self._came_from_outside(as_it_was, outside)
         if broken := bad_inputs.impossible(self.trials.model, self._held, as_it_was):
-            return self._in_state(as_it_was, broken, f"{broken} has negative numbers")
-        return self._in_the_batch(as_it_was) or self._precision_or_not(as_it_was)
+            return self._verdict_state(as_it_was, broken, f"{broken} has negative numbers")
+        return self._verdict_batch(as_it_was) or self._precision_or_not(as_it_was)
 
-    def _written_by_the_step(self, as_it_was: TrialOutcome, spots: Sequence[bad_inputs.Spot]) -> Verdict:
+    def _verdict_batch_written(self, as_it_was: TrialOutcome, spots: Sequence[bad_inputs.Spot]) -> Verdict:
         """Return the verdict on a batch that is non-finite now, and that the step wrote to."""
         kinds = {spot.value for spot in spots if spot.written}
         for zeros in (False, True):
@@ -317,16 +319,18 @@ class _Case:
         culprit, tensor = as_it_was.culprit, bad_inputs.named_tensor(name, self.trials.model, self._held)
         assert culprit is not None, "it has a name"
         if name == LITERAL:
-            return self._in_the_code(as_it_was, as_it_was)
+            return self._verdict_code(as_it_was, as_it_was)
         rows = bad_inputs.bad_rows(tensor)
         if bad_inputs.is_state(name):
             kinds = " and ".join(culprit.kinds)
             where = f" in {rows}" if rows else ""
             what = f"{name} contains {kinds}{where} before the first operation"
-            return self._in_state(as_it_was, name, what, bool(rows) and bad_inputs.is_table(name, self.trials.model))
+            return self._verdict_state(
+                as_it_was, name, what, bool(rows) and bad_inputs.is_table(name, self.trials.model)
+            )
         return Verdict(DATA, explain.held(culprit, rows), culprit, (), (_SKIP,))
 
-    def _in_state(self, as_it_was: TrialOutcome, name: str, what: str, looked_up: bool = False) -> Verdict:
+    def _verdict_state(self, as_it_was: TrialOutcome, name: str, what: str, looked_up: bool = False) -> Verdict:
         # Losses that had grown before explain a bad weight: an update made it, nothing overwrote it.
         if why := self._grown:
             evidence = (why, *explain.rate_evidence(self.history))
@@ -339,7 +343,7 @@ class _Case:
         sentence = explain.state(what, self.past.since(looked_up))
         return Verdict(STATE, sentence, culprit, evidence, (self.past.remedy(name),))
 
-    def _in_the_batch(self, as_it_was: TrialOutcome) -> Verdict | None:
+    def _verdict_batch(self, as_it_was: TrialOutcome) -> Verdict | None:
         """Return the verdict on one sample that is far from the others, or a batch far from anything.
 
         Returns None if neither explains the failure.
@@ -359,24 +363,24 @@ class _Case:
         outcome = self.trials.run(ReplayConfig(self.precision, scale=1.0), attempt)
         return outcome.finite and not explain.strayed(outcome, self.history)
 
-    def _in_fp32(self) -> TrialOutcome:
+    def _run_in_fp32(self) -> TrialOutcome:
         return self.trials.run(ReplayConfig(precision_named("fp32"), scale=1.0))
 
     def _precision_or_not(self, as_it_was: TrialOutcome) -> Verdict:
         if self.precision.computes is FP32:
             if self._happens_again():
                 return self._fails_in_fp32(as_it_was, as_it_was)
-            return self._not_reproducible(explain.NOW_AND_THEN)
-        fp32 = self._in_fp32()
+            return self._verdict_not_reproducible(explain.NOW_AND_THEN)
+        fp32 = self._run_in_fp32()
         if fp32.error:
-            return self._without_fp32(as_it_was, fp32)
+            return self._verdict_without_fp32(as_it_was, fp32)
         if not fp32.finite:
             return self._fails_in_fp32(as_it_was, fp32)
         # An operation whose result fits fp32 but not its own format fails every time. For others that must be tried.
         culprit = as_it_was.culprit
         overflows = culprit is not None and culprit.in_fp32 is not None and culprit.in_fp32 > culprit.limit
         if not overflows and not self._happens_again():
-            return self._not_reproducible(explain.NOW_AND_THEN)
+            return self._verdict_not_reproducible(explain.NOW_AND_THEN)
         why = explain.strayed(fp32, self.history)
         # A loss may grow on purpose, slowly, as its weight is raised; a jump is none.
         if why and (self._weights_moved or not explain.strays_slowly(fp32, self.history)):
@@ -395,7 +399,7 @@ class _Case:
         sentence = explain.precision(self.precision, as_it_was, remedies)
         return Verdict(PRECISION, sentence, as_it_was.culprit, explain.not_helping(remedies), remedies)
 
-    def _without_fp32(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
+    def _verdict_without_fp32(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
         """Return the verdict from the one operation that was repeated in fp32 alone, if the step cannot run in fp32."""
         culprit = as_it_was.culprit
         fits = culprit is not None and culprit.in_fp32 is not None and math.isfinite(culprit.in_fp32)
@@ -412,11 +416,11 @@ class _Case:
             largest = fp32.grad_norm if culprit is None else culprit.largest_input
             why = explain.too_large(self.trials.model, largest, self._applied)
         if not why:
-            return self._in_the_code(as_it_was, fp32)
+            return self._verdict_code(as_it_was, fp32)
         first = self._first_elsewhere(as_it_was, fp32)
         return self._divergence(explain.diverged(fp32, why), fp32.culprit, *first)
 
-    def _in_the_code(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
+    def _verdict_code(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
         evidence = (
             *self._first_elsewhere(as_it_was, fp32),
             self._no_divergence,

@@ -122,7 +122,7 @@ class Diagnoser:
         elif self._diagnoses < self._most or (last and self._most > 0):
             self._diagnoses += 1
             replayed = attempt if again is None else attempt._replace(loss_fn=again)
-            verdict = self._diagnosed(report, replayed)
+            verdict = self._diagnose_step(report, replayed)
             if verdict.cause == WARM_UP and not falling:
                 # A skip is normal where the scale falls; this one will fail again.
                 why = verdict.sentence.partition(": ")[2]
@@ -134,7 +134,7 @@ class Diagnoser:
                 text = f"{self._diagnoses} {NO_MORE_DIAGNOSES}"
                 self._emit("alarm", "warning", text, {"attempt": report.attempt, "diagnoses": self._diagnoses})
 
-    def _diagnosed(self, report: StepReport, replayed: StepInputs) -> Verdict:
+    def _diagnose_step(self, report: StepReport, replayed: StepInputs) -> Verdict:
         took = None if self._begun is None else time.perf_counter() - self._begun
         return diagnose(
             self._stepper,

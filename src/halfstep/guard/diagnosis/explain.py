@@ -88,7 +88,7 @@ def scale_too_high(scale: float, at_scale: TrialOutcome) -> str:
 
 def precision(precision: Precision, outcome: TrialOutcome, remedies: Sequence[ProposedRemedy]) -> str:
     """Return the sentence for a number that does not fit the precision, with the remedies that work."""
-    works = [_named(remedy) for remedy in remedies if remedy.works]
+    works = [_name_remedy(remedy) for remedy in remedies if remedy.works]
     too = [f"{works[0]} is finite", *(f"{name} is finite too" for name in works[1:])] if works else []
     happened = what_happened(outcome)
     culprit = outcome.culprit
@@ -103,7 +103,7 @@ def precision(precision: Precision, outcome: TrialOutcome, remedies: Sequence[Pr
 
 def not_helping(remedies: Sequence[ProposedRemedy]) -> tuple[str, ...]:
     """Return a line for each remedy that was tried and did not help."""
-    return tuple(f"{_named(remedy)} is not finite either" for remedy in remedies if remedy.works is False)
+    return tuple(f"{_name_remedy(remedy)} is not finite either" for remedy in remedies if remedy.works is False)
 
 
 def _wrap(culprit: Culprit | None) -> list[str]:
@@ -113,7 +113,7 @@ def _wrap(culprit: Culprit | None) -> list[str]:
     return ["wrap it: halfstep.island(fn)"]
 
 
-def _named(remedy: ProposedRemedy) -> str:
+def _name_remedy(remedy: ProposedRemedy) -> str:
     return f"an island round {remedy.target}" if remedy.kind == "island" else remedy.target
 
 

@@ -70,23 +70,23 @@ class Trials:
         """Rerun the step with this configuration on all ranks, and return the common outcome."""
         # All ranks count the same, so none of them waits in the exchange below for one that has stopped.
         if self.most is not None and self.made >= self.most:
-            return _failed(f"a model of this size is rerun at most {self.most} times")
+            return _failed_outcome(f"a model of this size is rerun at most {self.most} times")
         self.made += 1
-        mine = self._tried(config, attempt or self.attempt)
-        return _together([_read(json.loads(text)) for text in distributed.from_all(json.dumps(asdict(mine)))])
+        mine = self._run_trial(config, attempt or self.attempt)
+        return _combine_outcomes([_read(json.loads(text)) for text in distributed.from_all(json.dumps(asdict(mine)))])
 
-    def _tried(self, config: ReplayConfig, attempt: StepInputs) -> TrialOutcome:
+    def _run_trial(self, config: ReplayConfig, attempt: StepInputs) -> TrialOutcome:
         try:
             with batch_kept(attempt.microbatches if self.written else ()):
-                ran = self._watched_if_possible(config, attempt)
+                ran = self._rerun_watched(config, attempt)
         except Exception as error:
             # fp32 may need more memory than there is, and a loss function may not support a second call. The outcome is
             # shared either way: the other ranks wait for it.
             said = str(error).partition("\n")[0]
-            return _failed(f"{type(error).__name__}: {said}" if said else type(error).__name__)
-        return _plain(ran)
+            return _failed_outcome(f"{type(error).__name__}: {said}" if said else type(error).__name__)
+        return _plain_outcome(ran)
 
-    def _watched_if_possible(self, config: ReplayConfig, attempt: StepInputs) -> RerunResult:
+    def _rerun_watched(self, config: ReplayConfig, attempt: StepInputs) -> RerunResult:
         try:
             return rerun(self.model, attempt, config)
         except torch.OutOfMemoryError:
@@ -113,7 +113,7 @@ def culprit_of(made: Made) -> Culprit:
     )
 
 
-def _plain(ran: RerunResult) -> TrialOutcome:
+def _plain_outcome(ran: RerunResult) -> TrialOutcome:
     found = TrialOutcome(
         ran.finite,
         ran.loss,
@@ -141,7 +141,7 @@ def _effect_without_origin(ran: RerunResult) -> str:
     return f"is {number(ran.grad_norm)}, whose square is {limit}" if ran.norm_too_large else ""
 
 
-def _failed(why: str) -> TrialOutcome:
+def _failed_outcome(why: str) -> TrialOutcome:
     return TrialOutcome(False, math.nan, math.nan, error=why, rank=distributed.rank())
 
 
@@ -157,7 +157,7 @@ def _read(plain: Mapping[str, Any]) -> TrialOutcome:
     )
 
 
-def _together(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
+def _combine_outcomes(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
     """Combine the outcomes of all ranks; the first rank with an origin decides, forward before backward."""
     bad = [outcome for outcome in outcomes if not outcome.finite] or outcomes
     weight = sum(outcome.weight for outcome in outcomes)
@@ -245,7 +245,9 @@ def effect_of(made: Made) -> str:
     """Return the effect of an operation, as the predicate of a sentence whose subject is its name."""
     if made.outside is not None:
         return f"holds {_kinds(made)} before the first operation"
-    return _too_large(made) or _of_zero(made) or _without_answer(made) or _other(made)
+    return (
+        _describe_overflow(made) or _describe_zero_argument(made) or _describe_undefined(made) or _describe_other(made)
+    )
 
 
 def limit_of(format: str) -> float:
@@ -255,10 +257,14 @@ def limit_of(format: str) -> float:
 
 def is_undefined(made: Made) -> bool:
     """Return whether neither smaller weights nor wider formats help, since the code asks for an undefined result."""
-    return made.outside is None and not _too_large(made) and bool(_of_zero(made) or _without_answer(made))
+    return (
+        made.outside is None
+        and not _describe_overflow(made)
+        and bool(_describe_zero_argument(made) or _describe_undefined(made))
+    )
 
 
-def _too_large(made: Made) -> str:
+def _describe_overflow(made: Made) -> str:
     """Return how far the result exceeds its format, if fp32 can hold it."""
     limit = limit_of(made.format)
     if made.in_fp32 is None or limit >= FP32.largest:
@@ -268,7 +274,7 @@ def _too_large(made: Made) -> str:
     return f"makes {_kinds(made)} in {made.format}, and fp32 makes {number(made.in_fp32)}"
 
 
-def _of_zero(made: Made) -> str:
+def _describe_zero_argument(made: Made) -> str:
     name, given = made.name.rpartition(".")[2].strip("_").removesuffix("_backward"), made.given
     if made.on_purpose or (any(word in name for word in _SOFT) and any(MINUS_INF in each.kinds for each in given)):
         return "is over a row that is all -inf"
@@ -291,7 +297,7 @@ def _of_zero(made: Made) -> str:
     return f"makes {_kinds(made)} of the {' and '.join(hidden)} that a mask put there" if hidden else ""
 
 
-def _without_answer(made: Made) -> str:
+def _describe_undefined(made: Made) -> str:
     """Return the case that fp64 fails as well although the inputs are not large: it is not a matter of range."""
     # An in-place operation has overwritten its input, so it cannot be repeated in fp64.
     judged = made.format in FORMATS and not made.name.endswith("_") and made.in_fp64 is None
@@ -316,7 +322,7 @@ def _has_too_few(name: str, made: Made) -> bool:
     return any(word in name for word in _AVERAGES) and any(0 in each.shape for each in made.given[:1])
 
 
-def _other(made: Made) -> str:
+def _describe_other(made: Made) -> str:
     if NAN in made.kinds:
         return f"makes {_kinds(made)} in {made.format} out of numbers up to {number(_largest(made))}"
     format = made.format if made.format in FORMATS else FP32.name

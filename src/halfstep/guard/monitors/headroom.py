@@ -166,14 +166,14 @@ class ExtremaHook:
         return look_at_nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_without_a_hook, ())
+        return (_unhooked_forward, ())
 
 
 def look_at_nothing(module: nn.Module, given: Any, output: Any) -> None:
     """Do nothing; this replaces the hook in a copy of a module."""
 
 
-def _without_a_hook() -> Callable[..., None]:
+def _unhooked_forward() -> Callable[..., None]:
     return look_at_nothing
 
 

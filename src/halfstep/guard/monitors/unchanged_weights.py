@@ -95,7 +95,7 @@ class StillAverage(UnchangedWeights):
         average = _average(sample, before.one)
         if average is None:
             return None
-        return part_of(average) == before.numbers, _stored(sample, before.one) != before.numbers
+        return part_of(average) == before.numbers, _read_stored(sample, before.one) != before.numbers
 
     def judged(self, sample: SampledStep, before: WeightBefore, share: float) -> Finding | None:
         """Report an average of which no element moved."""
@@ -112,7 +112,7 @@ class StillAverage(UnchangedWeights):
         )
 
 
-def _stored(sample: SampledStep, one: Trained) -> Tensor:
+def _read_stored(sample: SampledStep, one: Trained) -> Tensor:
     """Return a part of the weight; with the low bits, where these are stored next to it."""
     weights = sample.stepper.weights
     return part_of(one.parameter if weights is None else weights.wide(one.parameter))
@@ -149,12 +149,12 @@ class LostUpdates(UnchangedWeights):
         weights = sample.stepper.weights
         if rate == 0.0 or (weights is not None and weights.rounds_at_random(one.parameter)):
             return None
-        return _Pushed(one, _stored(sample, one).clone(), rate, part_of(one.parameter.grad) != 0)
+        return _Pushed(one, _read_stored(sample, one).clone(), rate, part_of(one.parameter.grad) != 0)
 
     def moved(self, sample: SampledStep, before: WeightBefore) -> tuple[Tensor, Tensor] | None:
         """Compare the weight with its copy."""
         assert isinstance(before, _Pushed)
-        return _stored(sample, before.one) == before.numbers, before.pushed
+        return _read_stored(sample, before.one) == before.numbers, before.pushed
 
     def judged(self, sample: SampledStep, before: WeightBefore, share: float) -> Finding | None:
         """Report a weight of which many elements did not move."""

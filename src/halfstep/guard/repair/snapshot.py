@@ -70,7 +70,7 @@ class RollbackSnapshot:
         Returns None if there is no copy or it no longer fits the run; then nothing is changed.
         """
         stepper, model = self._stepper, self._stepper.model
-        if not self._restored():
+        if not self._try_restore():
             self._weights, self._buffers, self._state, self._left = {}, {}, None, 0
             return None
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -80,7 +80,7 @@ class RollbackSnapshot:
             put_buffer(model.get_submodule(path)._buffers, own, saved)
         return stepper.counts.applied
 
-    def _restored(self) -> bool:
+    def _try_restore(self) -> bool:
         """Restore the Stepper's state and return whether it fits.
 
         A state that does not fit is refused before any change.
@@ -88,7 +88,7 @@ class RollbackSnapshot:
         if self._state is None or not self._fits(self._stepper.model):
             return False
         try:
-            self._stepper.load_state_dict(self._merged(self._stepper.state_dict()))
+            self._stepper.load_state_dict(self._merge_states(self._stepper.state_dict()))
         except HalfstepError:
             return False
         return True
@@ -102,7 +102,7 @@ class RollbackSnapshot:
             and all(name.rpartition(".")[0] in modules for name in self._buffers)
         )
 
-    def _merged(self, now: Mapping[str, Any]) -> dict[str, Any]:
+    def _merge_states(self, now: Mapping[str, Any]) -> dict[str, Any]:
         # Optimizers adopt the tensors that they are given: without a second copy, training would change this one.
         saved = copy.deepcopy(self._state)
         assert saved is not None
@@ -118,12 +118,12 @@ def _copies(current: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any
     copies = {}
     for name, tensor in current.items():
         before = old.get(name)
-        if before is not None and tensor is not None and _alike(before, tensor):
+        if before is not None and tensor is not None and _is_equal(before, tensor):
             copies[name] = before.copy_(tensor)
         else:
             copies[name] = None if tensor is None else tensor.detach().clone()
     return copies
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _is_equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.layout == b.layout

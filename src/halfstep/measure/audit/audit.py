@@ -126,7 +126,7 @@ def of_the_step(watched: ObservedStep, precision: Precision) -> list[Spotted]:
             )
             for path in seen.idle_islands
         ]
-    return [*map(_without_place, found), *_near_the_end(watched, precision)]
+    return [*map(_unplaced, found), *_find_little_headroom(watched, precision)]
 
 
 def of_overflow(event: Event, survival: Survival, declared: tuple[str, ...]) -> Spotted:
@@ -147,13 +147,13 @@ def of_spoiled(survival: Survival) -> Spotted:
         " or ".join(survival.do)
         or "check the batch and the weights: fp32 fails too, or divides by a number that vanished"
     )
-    return _without_place(Finding("not-finite", "error", survival.verdict, do))
+    return _unplaced(Finding("not-finite", "error", survival.verdict, do))
 
 
 def of_not_finite(precision: Precision, watched: ObservedStep) -> Spotted:
     """Return the finding for a non-finite loss or gradient in a format that is not narrow."""
     what = "a gradient" if math.isfinite(watched.loss) else f"the loss ({watched.loss})"
-    return _without_place(
+    return _unplaced(
         Finding(
             "not-finite",
             "error",
@@ -182,7 +182,7 @@ def of_islands(verdicts: Iterable[IslandVerdict]) -> list[Spotted]:
     ]
 
 
-def _near_the_end(watched: ObservedStep, precision: Precision) -> list[Spotted]:
+def _find_little_headroom(watched: ObservedStep, precision: Precision) -> list[Spotted]:
     if watched.ranges is None or overflow(watched) is not None:
         return []
     limit = precision.computes.largest
@@ -205,7 +205,7 @@ def _near_the_end(watched: ObservedStep, precision: Precision) -> list[Spotted]:
     return [Spotted(finding, module, None, tuple(near))]
 
 
-def _without_place(finding: Finding) -> Spotted:
+def _unplaced(finding: Finding) -> Spotted:
     return Spotted(finding, "", None, ("",))
 
 
@@ -249,7 +249,7 @@ def audit(
     target = device_named(device or "here")
     if device is None or (target.device.kind in present() and torch.device(target.device.place).type in present()):
         return _Audited(name, make_case(), target, precision, progress).audit()
-    return _described(name, make_case, target, precision)
+    return _audit_fake(name, make_case, target, precision)
 
 
 class _Audited:
@@ -332,7 +332,7 @@ class _Audited:
         return notes
 
 
-def _described(name: str, make_case: Callable[[], Case], target: Target, precision: str | None) -> Audit:
+def _audit_fake(name: str, make_case: Callable[[], Case], target: Target, precision: str | None) -> Audit:
     if target.rules != "cuda":
         raise WrongUse(
             f"--device {target.id}, which is not on this machine",
@@ -351,7 +351,7 @@ def _described(name: str, make_case: Callable[[], Case], target: Target, precisi
     except HalfstepError:
         raise
     except Exception as error:
-        raise _not_followed(target, error) from error
+        raise _untraceable_error(target, error) from error
     if islands(case.model):
         notes.append("islands were not judged: that needs numbers")
     return _audit(
@@ -360,7 +360,7 @@ def _described(name: str, make_case: Callable[[], Case], target: Target, precisi
     )  # fmt: skip
 
 
-def _not_followed(target: Target, error: Exception) -> WrongUse:
+def _untraceable_error(target: Target, error: Exception) -> WrongUse:
     """Return the error for kernels that query the driver, such as cuDNN's recurrent layers or a custom extension."""
     reason = (str(error).splitlines() or [""])[0][:80] or type(error).__name__
     return WrongUse(

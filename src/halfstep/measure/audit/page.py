@@ -221,7 +221,7 @@ def _table(groups: Sequence[ModuleGroup], asked: str) -> Table:
     rows = []
     for group in groups:
         first = group.rows[0]
-        cells: list[Text] = [_name(group), _formats(first.stored), _computed(first, asked), _formats(first.saved)]
+        cells: list[Text] = [_name(group), _formats(first.stored), _computed_cell(first, asked), _formats(first.saved)]
         cells.append(share(group.share) if group.share else "-")
         for way in ways:
             cells += [_bits(group.headroom_bits(way)), share(lost) if (lost := group.underflow(way)) else "-"]
@@ -239,7 +239,7 @@ def _name(group: ModuleGroup) -> Text:
     return tuple(parts)
 
 
-def _computed(row: ModuleRow, asked: str) -> Text:
+def _computed_cell(row: ModuleRow, asked: str) -> Text:
     if not row.computed:
         return Span("-", "dim")
     name, share = next(iter(row.computed.items()))

@@ -81,13 +81,13 @@ def _mistakes(found: ObservedStep, with_it: ObservedStep) -> str | None:
 
 def _leads_elsewhere(found: ObservedStep, with_it: ObservedStep, reference: ObservedStep) -> str | None:
     # Compared with the error that the precision has anyway, because rounding alone moves all gradients.
-    near, far = (_apart(reference.gradients, step.gradients) for step in (with_it, found))
+    near, far = (_relative_difference(reference.gradients, step.gradients) for step in (with_it, found))
     if near is None or far is None or not (far > _FURTHER * near and far - near > _CLEARLY):
         return None
     return f"gradients differ from fp32's by {far:.0%}, with it by {near:.0%}"
 
 
-def _apart(wanted: Gradients | None, found: Gradients | None) -> float | None:
+def _relative_difference(wanted: Gradients | None, found: Gradients | None) -> float | None:
     """Return the relative difference of the norms; None if it cannot be computed."""
     if not wanted or found is None:
         return None

@@ -108,12 +108,12 @@ class _Work:
         self._tell(0, self._jobs())
         # Memory first: a candidate that the device refuses fails here and is never trained.
         for name in self._measure:
-            self._one(name, partial(self._remember, name))
+            self._run_one(name, partial(self._remember, name))
         names = list(self._arms)
         for turn, seed in enumerate(self._seeds):
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
-                self._one(name, partial(self._run, name, seed))
+                self._run_one(name, partial(self._run, name, seed))
         if self._race is not None:
             left = [name for name in names if name not in self.failed]
             # Without the baseline there is nothing to race against.
@@ -139,7 +139,7 @@ class _Work:
     def _run(self, name: str, seed: int) -> None:
         self.runs[name].append(self._arms[name](seed))
 
-    def _one(self, name: str, work: Callable[[], None]) -> None:
+    def _run_one(self, name: str, work: Callable[[], None]) -> None:
         if name not in self.failed:
             try:
                 work()
@@ -176,13 +176,13 @@ class MemoryOf:
         with candidate_of(self.subject, setting) as candidate:
             place = candidate.open()["conditions"]["place"]
             measured = candidate.memory()
-        memory = _with_parts(measured, self.subject, setting, place)
+        memory = _add_parts(measured, self.subject, setting, place)
         if self.saved:
             write_json(self.saved, {"identity": self.identity, "memory": json_data(memory)})
         return memory
 
 
-def _with_parts(measured: int, subject: Subject | Case, setting: StepSetting, place: str) -> Memory:
+def _add_parts(measured: int, subject: Subject | Case, setting: StepSetting, place: str) -> Memory:
     from halfstep.measure.memory.estimate import ledger_of
 
     try:
@@ -250,11 +250,11 @@ def bench(
         progress=progress,
     )
     if isinstance(given, Case) or given.is_own_code:
-        return _of_case(given, changes, arms, run)
+        return _bench_case(given, changes, arms, run)
     if folder is not None:
-        return _of_recipe(given, changes, folder.absolute(), seeds, run)
+        return _bench_recipe(given, changes, folder.absolute(), seeds, run)
     with tempfile.TemporaryDirectory(prefix="halfstep-bench-") as place:
-        return _of_recipe(given, changes, Path(place), seeds, run)
+        return _bench_recipe(given, changes, Path(place), seeds, run)
 
 
 def _arms(precisions: Sequence[str], arms: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
@@ -271,14 +271,14 @@ def _arms(precisions: Sequence[str], arms: Mapping[str, Sequence[str]] | None) -
     return {**found, **{name: (f"precision={name}",) for name in names}}
 
 
-def _of_case(
+def _bench_case(
     subject: Subject | Case,
     changes: Mapping[str, object],
     arms: Mapping[str, Sequence[str]] | None,
     run: Callable[..., Bench],
 ) -> Bench:
     if arms is not None:
-        raise _no_settings(subject.name)
+        raise _settings_error(subject.name)
     subject.open()  # invalid input is found before anything is measured
     found = {name: CaseCandidate(subject, StepSetting(name)) for name in changes}
     return run(
@@ -290,7 +290,7 @@ def _of_case(
     )
 
 
-def _no_settings(name: str) -> WrongUse:
+def _settings_error(name: str) -> WrongUse:
     return WrongUse(
         f"arms with settings for the case {name}",
         allowed="settings change a RECIPE; the arms of a case are precisions",
@@ -298,7 +298,7 @@ def _no_settings(name: str) -> WrongUse:
     )
 
 
-def _of_recipe(
+def _bench_recipe(
     subject: Subject, changes: Mapping[str, tuple[str, ...]], folder: Path, seeds: int, run: Callable[..., Bench]
 ) -> Bench:
     from halfstep.runs.registry import task_class
@@ -329,7 +329,7 @@ def usual_candidates(subject: Subject, precision: str) -> dict[str, tuple[str, .
     They are mixed precision alone, with twice the recipe's batch, and compiled. Raises `WrongUse` for a case.
     """
     if subject.is_own_code:
-        raise _no_settings(subject.text)
+        raise _settings_error(subject.text)
     return usual(_recipe(subject, ()).train.batch_size, read_precision(precision).name)
 
 

@@ -373,7 +373,7 @@ def rows_of(
             gain=gains.get(name) or gain_of(base, own),
             parity=None if name == baseline else _parity(base, own, metric, margin, base_name),
             time_to_loss=time_to_loss(base, own),
-            less_memory=_less(memories.get(baseline), memories.get(name)),
+            less_memory=_memory_saved(memories.get(baseline), memories.get(name)),
             config=configs.get(name) or Config(name),
         )
         for name, own in runs.items()
@@ -398,7 +398,7 @@ def _parity(
     return parity(ours, theirs, margin, higher_is_better=metric.higher_is_better, base_name=base_name)
 
 
-def _less(base: Memory | None, candidate: Memory | None) -> float | None:
+def _memory_saved(base: Memory | None, candidate: Memory | None) -> float | None:
     """Return the share of memory saved: measured against measured, or predicted against predicted."""
     if base is None or candidate is None:
         return None

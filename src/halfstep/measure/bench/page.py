@@ -179,7 +179,7 @@ def parity_intervals(title: str, rows: Sequence[BenchRow], metric: BenchMetric, 
     scale, unit = (report.POINTS, "points") if metric.higher_is_better else (1.0, metric.name)
     intervals = tuple(
         Interval(row.name, report.difference(test, metric), test.verdict, TONES[test.verdict],
-                 *(_scaled(end, scale) for end in (test.low, test.difference, test.high)))
+                 *(_scale_value(end, scale) for end in (test.low, test.difference, test.high)))
         for row in rows
         if (test := row.parity) is not None
     )  # fmt: skip
@@ -187,15 +187,15 @@ def parity_intervals(title: str, rows: Sequence[BenchRow], metric: BenchMetric, 
     return Intervals(title, intervals, f"{unit}, better to the right", 0.0, margin.size * scale, legend)
 
 
-def _scaled(value: float | None, scale: float) -> float:
+def _scale_value(value: float | None, scale: float) -> float:
     return math.nan if value is None else value * scale
 
 
 def speed_chart(bench: Bench) -> Intervals:
     """Return each candidate's speed-up with its interval, next to fp32's 1."""
     rows = [
-        Interval(row.name, f"{gain.times:.2f}x", gain.verdict, TONES[gain.verdict], _scaled(gain.low, 1.0), gain.times,
-                 _scaled(gain.high, 1.0))
+        Interval(row.name, f"{gain.times:.2f}x", gain.verdict, TONES[gain.verdict],
+                 _scale_value(gain.low, 1.0), gain.times, _scale_value(gain.high, 1.0))
         for row in bench.rows[1:]
         if (gain := row.gain) is not None
     ]  # fmt: skip

@@ -100,8 +100,8 @@ def difference(found: ParityTest, metric: BenchMetric) -> str:
     if found.difference is None:
         return ""
     mean = found.difference * scale * (1 if metric.higher_is_better else -1)
-    around = "" if found.low is None else f" ± {_near((found.difference - found.low) * scale)}"
-    return f"{_near(mean, sign=True)}{around}{unit}"
+    around = "" if found.low is None else f" ± {_format_difference((found.difference - found.low) * scale)}"
+    return f"{_format_difference(mean, sign=True)}{around}{unit}"
 
 
 def margin_said(margin: Margin, metric: BenchMetric, base: str = "fp32") -> str:
@@ -125,7 +125,7 @@ _ROUNDING = 1e-12
 """Differences that come from rounding: of metrics that are equal, the mean is not exactly zero."""
 
 
-def _near(number: float, sign: bool = False) -> str:
+def _format_difference(number: float, sign: bool = False) -> str:
     """Return a difference with two decimals, or two significant digits if it is smaller."""
     plus = "+" if sign else ""
     number = 0.0 if abs(number) < _ROUNDING else number

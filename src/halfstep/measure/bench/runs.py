@@ -50,15 +50,15 @@ def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResu
     `RunFailed` if the journal is incomplete.
     """
     events = read_events(journal)
-    start, end = _last(events, "start"), _last(events, "end")
+    start, end = _last_event(events, "start"), _last_event(events, "end")
     epochs = [event for event in events if event["event"] == "epoch"]
     # The first epoch includes warm-up.
     speed = _median([event["samples_per_second"] for event in epochs[1:] or epochs])
     in_epoch = start["steps_per_epoch"] * start["batch"]["total"]
     per_epoch = in_epoch / speed if speed else None
-    watts = _median([(event.get("gpu") or {}).get("power_watts") for event in _all(events, "speed")])
-    observed = [event["text"] for event in _all(events, "precision_check")]
-    memories = [event.get("memory") or {} for event in _all(events, "speed")]
+    watts = _median([(event.get("gpu") or {}).get("power_watts") for event in _select_events(events, "speed")])
+    observed = [event["text"] for event in _select_events(events, "precision_check")]
+    memories = [event.get("memory") or {} for event in _select_events(events, "speed")]
     device = [found["device_peak_bytes"] for found in memories if found.get("device_peak_bytes")]
     host = [found["host_bytes"] for found in memories if found.get("host_bytes")]
     # The journal's samples come last, because the peak may lie between two of them.
@@ -82,12 +82,12 @@ def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResu
     )
 
 
-def _all(events: Sequence[Event], kind: str) -> list[Event]:
+def _select_events(events: Sequence[Event], kind: str) -> list[Event]:
     return [event for event in events if event["event"] == kind]
 
 
-def _last(events: Sequence[Event], kind: str) -> Event:
-    found = _all(events, kind)
+def _last_event(events: Sequence[Event], kind: str) -> Event:
+    found = _select_events(events, kind)
     if not found:
         raise RunFailed(f"its journal has no line of the kind {kind!r}")
     return found[-1]
@@ -102,12 +102,12 @@ def _curve(events: Sequence[Event]) -> tuple[tuple[float, float], ...]:
     """Return the validation losses, or the training losses if there is no validation."""
     validated = [
         (float(event["time"]), to_float(event["val"]["loss"]))
-        for event in _all(events, "epoch")
+        for event in _select_events(events, "epoch")
         if "loss" in (event["val"] or {})
     ]
     if validated:
         return tuple(validated)
-    steps = [(float(event["time"]), to_float(event["loss"])) for event in _all(events, "step")]
+    steps = [(float(event["time"]), to_float(event["loss"])) for event in _select_events(events, "step")]
     return smoothed(steps, max(1, min(_SMOOTH, len(steps) // 5)))
 
 
@@ -187,7 +187,7 @@ class RecipeCandidate:
         words += [f"train.seed={seed}", f"run.dir={place}", "train.strict=true", "--json"]
         code, resident = run_to_end(words, place.with_suffix(".log"), self.time_limit.limit)
         if code != 0:
-            raise RunFailed(_why(code, place.with_suffix(".log")))
+            raise RunFailed(_failure_reason(code, place.with_suffix(".log")))
         result = result_of_journal(place / "journal.jsonl", seed, resident)
         shutil.rmtree(place / CHECKPOINTS, ignore_errors=True)  # a finished run is never resumed
         return result
@@ -207,7 +207,7 @@ def run_to_end(words: Sequence[str], log: Path, limit: float | None = None) -> t
         child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                                  preexec_fn=_dying_with_us())  # fmt: skip
         try:
-            return _waited(child, limit)
+            return _wait_for_child(child, limit)
         except BaseException:
             end_process(child)
             raise
@@ -223,12 +223,12 @@ def _dying_with_us() -> Callable[[], object] | None:
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _waited(child: subprocess.Popen[bytes], limit: float | None) -> tuple[int, int | None]:
+def _wait_for_child(child: subprocess.Popen[bytes], limit: float | None) -> tuple[int, int | None]:
     if not hasattr(os, "wait4"):
         try:
             return child.wait(limit), None
         except subprocess.TimeoutExpired:
-            raise _too_long(limit) from None
+            raise _time_limit_error(limit) from None
     import resource
 
     deadline = time.monotonic() + (limit or float("inf"))
@@ -238,7 +238,7 @@ def _waited(child: subprocess.Popen[bytes], limit: float | None) -> tuple[int, i
         ended, status, usage = os.wait4(child.pid, os.WNOHANG)
         if not ended:
             if time.monotonic() > deadline:
-                raise _too_long(limit)
+                raise _time_limit_error(limit)
             time.sleep(_LOOK_EVERY)
     child.returncode = os.waitstatus_to_exitcode(status)
     # ru_maxrss is in bytes on macOS and in KiB on Linux.
@@ -248,13 +248,13 @@ def _waited(child: subprocess.Popen[bytes], limit: float | None) -> tuple[int, i
     return child.returncode, usage.ru_maxrss * unit if usage.ru_maxrss > ours else None
 
 
-def _too_long(limit: float | None) -> RunFailed:
+def _time_limit_error(limit: float | None) -> RunFailed:
     return RunFailed(
         f"it did not end within {limit:.0f} s, {RunTimeLimit.TIMES:.0f} times the slowest other run or more"
     )
 
 
-def _why(code: int, log: Path) -> str:
+def _failure_reason(code: int, log: Path) -> str:
     if code == -signal.SIGTERM or code == -9:
         return f"its process {ENDED_FROM_OUTSIDE}"
     lines = [line for line in log.read_text("utf-8", "replace")[-_LAST_WORDS:].splitlines() if line.strip()]

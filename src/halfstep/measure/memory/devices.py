@@ -77,7 +77,7 @@ def device_named(text: str) -> Target:
     """
     size = _SIZE.fullmatch(text.strip())
     if size:
-        return _of_size(float(size[1]), size[2].lower())
+        return _device_of_size(float(size[1]), size[2].lower())
     word = text.strip().lower()
     kind, _, number = word.partition(":")
     # Before the list of cards: a name of torch means this machine.
@@ -86,7 +86,7 @@ def device_named(text: str) -> Target:
         place = None if word == HERE else word
         device = describe(place)
         return _target(place or HERE, device, _memory_of(device))
-    matches = _matching(_plain(text))
+    matches = _match_name(_normalize_name(text))
     # A name such as "a100" may stand for several sizes of memory: it is never guessed.
     if len(matches) == 1:
         return _known(matches[0])
@@ -96,7 +96,7 @@ def device_named(text: str) -> Target:
             allowed=", ".join(matches),
             do=f"name one: --device {matches[-1]}",
         )
-    raise _unknown(text)
+    raise _unknown_device_error(text)
 
 
 def _refuse_absent(text: str, kind: str, number: str) -> None:
@@ -113,7 +113,7 @@ def _refuse_absent(text: str, kind: str, number: str) -> None:
 
 def device_ids() -> list[str]:
     """Return the short names of all devices in devices.json."""
-    return list(_by_id())
+    return list(_devices_by_id())
 
 
 class _DeviceRow(TypedDict, total=False):
@@ -142,12 +142,12 @@ def _data() -> _DeviceTable:
 
 
 @functools.cache
-def _by_id() -> dict[str, _DeviceRow]:
+def _devices_by_id() -> dict[str, _DeviceRow]:
     return {row["id"]: row for row in _data()["devices"]}
 
 
 def _known(name: str) -> Target:
-    row = _by_id()[name]
+    row = _devices_by_id()[name]
     return _target(
         name,
         Device(
@@ -167,7 +167,7 @@ def _target(name: str, device: Device, memory: int) -> Target:
     return Target(name, device, memory, int(reserved.get(device.kind, reserved["other"]) * GIB), _data()["margin"])
 
 
-def _of_size(amount: float, unit: str) -> Target:
+def _device_of_size(amount: float, unit: str) -> Target:
     """Return a device of this size. GB is read as GiB, because GPU vendors write GB for nearly that."""
     memory = int(amount * (GIB if unit.startswith("g") else GIB >> 10))
     name = f"{amount:g}{'GB' if unit.startswith('g') else 'MB'}"
@@ -191,29 +191,29 @@ def _memory_of(device: Device) -> int:
     return total_memory()
 
 
-def _plain(text: str) -> str:
+def _normalize_name(text: str) -> str:
     """Return a name normalized for comparison: no vendor, no connector, no spaces."""
     words = [word for word in re.split(r"[\s_-]+", text.strip().lower()) if word not in _LONG_NAME_ENDS]
     return _VENDORS.sub("", "".join(words))
 
 
-def _matching(plain: str) -> list[str]:
+def _match_name(plain: str) -> list[str]:
     """Return the device with this name, also with its memory appended; else those that differ only in memory."""
-    for name, row in _by_id().items():
-        if plain in (_plain(name), _plain(row["name"]), f"{_plain(name)}{row['gib']}gb"):
+    for name, row in _devices_by_id().items():
+        if plain in (_normalize_name(name), _normalize_name(row["name"]), f"{_normalize_name(name)}{row['gib']}gb"):
             return [name]
-    return [name for name in _by_id() if plain and _plain(re.sub(r"-\d+gb$", "", name)) == plain]
+    return [name for name in _devices_by_id() if plain and _normalize_name(re.sub(r"-\d+gb$", "", name)) == plain]
 
 
-def _unknown(text: str) -> UnknownName:
-    plain = {_plain(name): name for name in _by_id()}
-    near = [plain[found] for found in difflib.get_close_matches(_plain(text), plain, n=1, cutoff=0.6)]
+def _unknown_device_error(text: str) -> UnknownName:
+    plain = {_normalize_name(name): name for name in _devices_by_id()}
+    near = [plain[found] for found in difflib.get_close_matches(_normalize_name(text), plain, n=1, cutoff=0.6)]
     # Another number is another card: a suggestion is made only if the typed number is a prefix of its number.
     meant = bool(near) and _number_of(near[0]).startswith(_number_of(text))
     size = "give its memory instead: --device 24GB"
     return UnknownName(
         f"device {text!r} is not known",
-        allowed=f"{', '.join(_by_id())}, a size such as 24GB, {', '.join(present())}, {HERE}",
+        allowed=f"{', '.join(_devices_by_id())}, a size such as 24GB, {', '.join(present())}, {HERE}",
         do=f"did you mean {near[0]!r}?" if meant else f"{size} ({near[0]} is another card)" if near else size,
     )
 

@@ -124,7 +124,7 @@ def read(timeline: Timeline, since: int) -> Reading:
     in_update = [moment.phase == UPDATE for moment in timeline.moments[since + 1 : last + 1]]
     return Reading(
         at_peak={part: levels[peak] for part, levels in by_part.items()},
-        wide=_added(wide, lambda block: block.part),
+        wide=_add_block(wide, lambda block: block.part),
         whole={part: max(levels) for part, levels in by_part.items()},
         moment=timeline.moments[number],
         working=max((size for size, late in zip(beside, in_update, strict=True) if not late), default=0),
@@ -134,15 +134,15 @@ def read(timeline: Timeline, since: int) -> Reading:
 
 def by_format(blocks: Iterable[MemoryBlock]) -> dict[str, int]:
     """Return the bytes of the blocks by format, largest first."""
-    return _added(blocks, lambda block: block.format)
+    return _add_block(blocks, lambda block: block.format)
 
 
 def by_module(blocks: Iterable[MemoryBlock]) -> dict[str, int]:
     """Return the bytes of the blocks by module, largest first."""
-    return _added(blocks, lambda block: block.module)
+    return _add_block(blocks, lambda block: block.module)
 
 
-def _added(blocks: Iterable[MemoryBlock], key: Callable[[MemoryBlock], str]) -> dict[str, int]:
+def _add_block(blocks: Iterable[MemoryBlock], key: Callable[[MemoryBlock], str]) -> dict[str, int]:
     sums: Counter[str] = Counter()
     for block in blocks:
         sums[key(block)] += block.bytes
@@ -217,7 +217,7 @@ def estimate(
     except Exception as error:
         raise wrong_use_of(error, (), "run it by itself, without halfstep, until it returns a case") from error
     if optimizer is not None:
-        make_case = _with_optimizer(make_case, optimizer)
+        make_case = _add_optimizer(make_case, optimizer)
     own = case.setting if case.is_recipe else StepSetting(precision=_DEFAULT)
     setting = replace(
         own,
@@ -267,7 +267,7 @@ _DEFAULT = "bf16"
 """The precision of a model that no recipe names one for."""
 
 
-def _with_optimizer(make_case: MakeCase, optimizer: MakeOptimizer | torch.optim.Optimizer) -> MakeCase:
+def _add_optimizer(make_case: MakeCase, optimizer: MakeOptimizer | torch.optim.Optimizer) -> MakeCase:
     def make() -> Case:
         case = make_case()
         return replace(case, optimizer=_like(optimizer, case.model))
@@ -294,7 +294,7 @@ def ledger_of(make_case: Callable[[], Case], setting: StepSetting, device: torch
 def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.device, tracker: ValueTracker) -> Ledger:
     mode = fake_mode()
     precision = resolve_precision(setting.precision, device)
-    with _as_for_real(), torch.random.fork_rng(devices=[]), eagerly(), without_torch_log():
+    with _treat_fakes_as_real(), torch.random.fork_rng(devices=[]), eagerly(), without_torch_log():
         torch.manual_seed(SEED)
         case = built(make_case, mode, tracker)
         with mode, tracker, numbers_refused():
@@ -308,10 +308,10 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
         if isinstance(module, nn.LSTM):  # described by formulas that are up to 3 % off in bf16
             candidate.timeline.not_covered.setdefault("lstm", path)
     reading = read(candidate.timeline, since)
-    at_peak = _more(reading.at_peak, beside)
+    at_peak = _add_sizes(reading.at_peak, beside)
     gradients = candidate.weights.gradient_format if candidate.weights else ""
     compiled = compiles_update(candidate.optimizer, device)
-    remarks = notes_of(setting, precision, device, at_peak, _more(reading.wide, beside), gradients, compiled)
+    remarks = notes_of(setting, precision, device, at_peak, _add_sizes(reading.wide, beside), gradients, compiled)
     assumptions = (*case.assumptions, *tracker.assumptions)
     remarks += tuple(Note(str(assumption)) for assumption in assumptions)
     if case.compiled and not setting.compile:
@@ -326,7 +326,7 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
         device=str(device),
         samples=size_of(candidate.batch),
         at_peak=at_peak,
-        whole=_more(reading.whole, beside),
+        whole=_add_sizes(reading.whole, beside),
         by_format=by_format(candidate.timeline.saved_for_backward),
         by_module=by_module(candidate.timeline.saved_for_backward),
         moment=str(reading.moment),
@@ -339,7 +339,7 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
 
 
 @contextmanager
-def _as_for_real() -> Iterator[None]:
+def _treat_fakes_as_real() -> Iterator[None]:
     """Make torch and transformers treat fake tensors as real ones."""
     with transformers_untraced(), lstm_by_onednn(), replaced(FakeTensor, "__format__", format_fake):
         yield
@@ -370,7 +370,7 @@ def _memory_outside_update(candidate: FakeCandidate, case: Case) -> dict[str, in
     }
 
 
-def _more(sizes: Mapping[str, int], beside: Mapping[str, int]) -> dict[str, int]:
+def _add_sizes(sizes: Mapping[str, int], beside: Mapping[str, int]) -> dict[str, int]:
     return {part: sizes.get(part, 0) + beside.get(part, 0) for part in (*sizes, *(set(beside) - set(sizes)))}
 
 
@@ -424,23 +424,23 @@ def ledger_on(make_case: Callable[[], Case], setting: StepSetting, target: Targe
     if target.device.kind == "cpu":
         return ledger_of(make_case, setting)
     if target.rules != "cuda":
-        return _by_cpu_rules(make_case, setting, target, OTHER_RULES)
+        return _estimate_by_cpu_rules(make_case, setting, target, OTHER_RULES)
     try:
-        return _marked(ledger_by_cuda(make_case, setting), target, FOLLOWED)
+        return _add_note(ledger_by_cuda(make_case, setting), target, FOLLOWED)
     except HalfstepError:
         raise
     except Exception as error:
         # Kernels that query the driver, such as cuDNN's recurrent layers or a custom extension.
         reason = (str(error).splitlines() or [""])[0][:80] or type(error).__name__
     # Outside the handler, so that an error of the user's code, which is raised again here, is not chained.
-    return _by_cpu_rules(make_case, setting, target, NOT_FOLLOWED.format(reason))
+    return _estimate_by_cpu_rules(make_case, setting, target, NOT_FOLLOWED.format(reason))
 
 
-def _by_cpu_rules(make_case: Callable[[], Case], setting: StepSetting, target: Target, note: str) -> Ledger:
-    return replace(_marked(ledger_of(make_case, setting), target, note), by_cpu_rules=True)
+def _estimate_by_cpu_rules(make_case: Callable[[], Case], setting: StepSetting, target: Target, note: str) -> Ledger:
+    return replace(_add_note(ledger_of(make_case, setting), target, note), by_cpu_rules=True)
 
 
-def _marked(ledger: Ledger, target: Target, note: str) -> Ledger:
+def _add_note(ledger: Ledger, target: Target, note: str) -> Ledger:
     remarks = [remark for remark in ledger.remarks if not remark.only_here]
     return replace(ledger, device=target.id, verified=False, remarks=(*remarks, Note(note)))
 

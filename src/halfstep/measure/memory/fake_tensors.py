@@ -352,11 +352,11 @@ def placed(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Mo
         for slots in (module._parameters, module._buffers):
             for name, tensor in slots.items():
                 if tensor is not None:
-                    slots[name] = moved.setdefault(id(tensor), _moved(tensor, device, channels_last))  # type: ignore[assignment]
+                    slots[name] = moved.setdefault(id(tensor), _move_tensor(tensor, device, channels_last))  # type: ignore[assignment]
     return model
 
 
-def _moved(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
+def _move_tensor(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
     kernel = channels_last and tensor.dim() == 4 and isinstance(tensor, nn.Parameter)
     plain = tensor.detach()
     if tensor.device == device and not kernel:
@@ -401,7 +401,7 @@ class FakeCandidate:
         settle(self.model)
         for parameter in self.model.parameters():
             parameter.grad = None
-        self.optimizer = _as_it_runs(case.optimizer(self.model), device)
+        self.optimizer = _resolve_foreach(case.optimizer(self.model), device)
         self.weights: NarrowWeights | None = None
         if setting.weight_format != FP32.name and takes_bf16(precision):
             slot, sums = OptimizerSlot(ONLY, self.optimizer), setting.gradient_sums
@@ -433,7 +433,7 @@ class FakeCandidate:
             self.timeline.hold((gradient for gradient in gradients if gradient is not None), "gradients")
         self.timeline.begin(UPDATE)
         # Only around the optimizer: in the user's code a value that is read must raise an error.
-        with AnyNumber(self._known_number), _uncompiled(self.optimizer):
+        with AnyNumber(self._read_known_number), _disable_compilation(self.optimizer):
             if self.weights is None:
                 self.optimizer.step()
             else:
@@ -443,7 +443,7 @@ class FakeCandidate:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _known_number(self, tensor: Tensor) -> float | None:
+    def _read_known_number(self, tensor: Tensor) -> float | None:
         """Return a number of the optimizer's state that decides what it computes, as ASGD's `mu` does; not the step."""
         if self._tracker is None or any(state.get("step") is tensor for state in self.optimizer.state.values()):
             return None
@@ -485,7 +485,7 @@ def compiles_update(optimizer: torch.optim.Optimizer, device: torch.device) -> b
 
 
 @contextmanager
-def _uncompiled(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _disable_compilation(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Run the step of torchao's optimizers eagerly: they compile it, which fails inside a dispatch mode."""
     if not uses_torchao(optimizer):
         yield
@@ -505,7 +505,7 @@ class _WithoutNoise(NarrowWeights):
         return None
 
 
-def _as_it_runs(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+def _resolve_foreach(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
     """Apply choices that torch makes by looking at real parameters: on a GPU, foreach updates.
 
     Raises `WrongUse` for an optimizer that needs a closure, such as LBFGS.

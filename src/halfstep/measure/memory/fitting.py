@@ -177,13 +177,13 @@ class _Search:
         """Return the batch at which a line through the known peaks is expected to reach the limit."""
         near = sorted(self.ledgers, key=lambda size: abs(self.peak(size) - self.limit))
         if len(near) == 1:
-            return self._by_activations(self.ledgers[near[0]])
+            return self._extrapolate_activations(self.ledgers[near[0]])
         if len(near) == 2:  # the smaller peak may be the update's, which does not grow: use the fixed parts
             return _line(0, self._fixed, max(near), self.peak(max(near)), self.limit)
         first, second = near[:2]
         return _line(first, self.peak(first), second, self.peak(second), self.limit)
 
-    def _by_activations(self, ledger: Ledger) -> int:
+    def _extrapolate_activations(self, ledger: Ledger) -> int:
         """Extrapolate from one ledger by its activations, because its peak may be that of the update."""
         return _line(0, self._fixed, ledger.samples, self._fixed + ledger.whole["activations"], self.limit)
 

@@ -36,7 +36,7 @@ def lstm_by_onednn() -> Iterator[None]:
 
 
 def _lstm(*arguments: Any) -> Any:
-    if not _by_onednn(*arguments):
+    if not _uses_onednn(*arguments):
         return _lstm_of_torch(*arguments)
     inputs, (hidden, cell), weights, has_bias, layers, dropout, training, both_ways, batch_first = arguments
     if torch.is_autocast_enabled("cpu"):
@@ -60,7 +60,7 @@ def _lstm(*arguments: Any) -> Any:
     return (inputs.transpose(0, 1) if batch_first else inputs, *last)
 
 
-def _by_onednn(inputs: Tensor, state: Any, weights: Any, *_: Any) -> bool:
+def _uses_onednn(inputs: Tensor, state: Any, weights: Any, *_: Any) -> bool:
     """Return whether torch chooses oneDNN: fp32 or bf16 on a CPU, whole sequences, no projection."""
     usable = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     if not usable or not isinstance(state, Sequence) or not isinstance(inputs, FakeTensor):
@@ -103,14 +103,14 @@ def _workspace(steps: int, samples: int, into: int, width: int, dtype: torch.dty
     """Return the bytes that are kept for backward: states, their gradients, cells, gates and outputs of all steps."""
     states, outputs = 2 * (steps + 1) * samples, steps * samples
     buffers = [_bytes(states, max(into, width), dtype)] * 2 + [_bytes(states, max(into, width), torch.float32)]
-    buffers += [states * _rounded(width * torch.float32.itemsize, _LINE)] * 2
+    buffers += [states * _round_up(width * torch.float32.itemsize, _LINE)] * 2
     buffers += [_bytes(outputs, _GATES * width, dtype), _bytes(outputs, width, dtype)]
-    return sum(_rounded(buffer, _PAGE) for buffer in buffers)
+    return sum(_round_up(buffer, _PAGE) for buffer in buffers)
 
 
 def _scratch(steps: int, samples: int, width: int, dtype: torch.dtype) -> int:
     """Return the bytes of the gates of all steps, and of two states."""
-    states = 2 * samples * _rounded(width * torch.float32.itemsize, _LINE)
+    states = 2 * samples * _round_up(width * torch.float32.itemsize, _LINE)
     return _bytes(steps * samples, _GATES * width, dtype) + states
 
 
@@ -121,9 +121,9 @@ def _bytes(rows: int, elements: int, dtype: torch.dtype) -> int:
 def _row(elements: int, dtype: torch.dtype) -> int:
     """Return the elements of a padded row."""
     line = _LINE // dtype.itemsize
-    padded = _rounded(elements, line)
+    padded = _round_up(elements, line)
     return padded + line if padded % _BAD_STRIDE == 0 else padded
 
 
-def _rounded(size: int, to: int) -> int:
+def _round_up(size: int, to: int) -> int:
     return math.ceil(size / to) * to

@@ -96,11 +96,11 @@ def report_of(
 
 def precisions(target: Target, options: EstimateOptions) -> list[str]:
     """Return the names without repetition, in the order given."""
-    names = [_named(text, target) for text in options.precisions or (_WIDE, AUTO)]
+    names = [_name_target(text, target) for text in options.precisions or (_WIDE, AUTO)]
     return list(dict.fromkeys(names))
 
 
-def _named(text: str, target: Target) -> str:
+def _name_target(text: str, target: Target) -> str:
     default, rules = policy_parts(read_precision(text).name)
     name = own_choice(target, default) if default in (AUTO, AMP) else default
     return policy_name(name, rules)

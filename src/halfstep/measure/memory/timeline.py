@@ -46,11 +46,11 @@ _MANY, _SMALL = 16, 20480
 def hidden_bytes(operation: Operation) -> int:
     """Return the peak workspace of the operation's kernel, without its arguments and results."""
     if operation.function is _FORWARD:
-        arguments = _in_two_dimensions(operation.arguments, tensors=2)
-        return _convolution(arguments, _wide(operation.result)) if _by_onednn(*arguments) else 0
+        arguments = _to_two_dimensions(operation.arguments, tensors=2)
+        return _convolution(arguments, _widen(operation.result)) if _uses_onednn(*arguments) else 0
     if operation.function is _BACKWARD:
-        arguments = _in_two_dimensions(operation.arguments, tensors=3)
-        return _convolution_backward(arguments) if _by_onednn(*arguments[1:]) else 0
+        arguments = _to_two_dimensions(operation.arguments, tensors=3)
+        return _convolution_backward(arguments) if _uses_onednn(*arguments[1:]) else 0
     if operation.function in _PRODUCTS_IN_ONE:
         return _wide_sums(operation.result, operation.result.numel())
     if operation.function in _PRODUCTS_OF_MANY:
@@ -89,20 +89,20 @@ def sums_in_place(operation: Operation) -> bool:
     return whole and not before._is_view()
 
 
-def _in_two_dimensions(arguments: Sequence[Any], tensors: int) -> list[Any]:
+def _to_two_dimensions(arguments: Sequence[Any], tensors: int) -> list[Any]:
     """Return the arguments of a 1-d convolution as torch runs it: 2-d, with height 1. `tensors` precede the bias."""
     images, (bias, stride, padding, dilation, transposed, more, *rest) = arguments[:tensors], arguments[tensors:]
     if images[0].dim() != 3:
         return list(arguments)
-    lines = [_wide(tensor) for tensor in images]
+    lines = [_widen(tensor) for tensor in images]
     return [*lines, bias, [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], *rest]
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
 
 
-def _by_onednn(image: Tensor, weight: Tensor, _bias: Any, stride: Any, _: Any, dilation: Any, *rest: Any) -> bool:
+def _uses_onednn(image: Tensor, weight: Tensor, _bias: Any, stride: Any, _: Any, dilation: Any, *rest: Any) -> bool:
     """Return whether torch chooses oneDNN: small fp32 work uses its own kernels."""
     usable = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     if not usable or image.device.type != "cpu" or image.dim() < 4:
@@ -128,10 +128,10 @@ def _convolution(arguments: Sequence[Any], result: Tensor) -> int:
     image, weight, _, stride, _, dilation, transposed, _, groups = arguments[:9]
     if not transposed and _is_small(image, weight, dilation) and _has_odd_groups(weight, groups):
         return _columns(weight, result)
-    if _by_channels(image) or _by_channels(weight):
+    if _is_channels_last(image) or _is_channels_last(weight):
         return _laid_out_anew(image, weight) + _weight_in_blocks(weight)
-    out = _in_blocks(result)
-    again = result.nbytes if _copied_twice(weight, max(stride) > 1 and transposed) else 0
+    out = _blocked_bytes(result)
+    again = result.nbytes if _is_copied_twice(weight, max(stride) > 1 and transposed) else 0
     blocks = _image_in_blocks(image) + _weight_in_blocks(weight)
     return _laid_out_anew(image, weight) + max(blocks + out - result.nbytes, out + again)
 
@@ -140,29 +140,29 @@ def _convolution_backward(arguments: Sequence[Any]) -> int:
     """Return the peak: the image's gradient comes first and is alive while the weight's is computed."""
     gradient, image, weight, _, stride, _, _, transposed = arguments[:8]
     groups, (for_image, for_weight, _) = arguments[9:11]
-    laid_out = _by_channels(image) or _by_channels(weight)
-    if not transposed and not laid_out and _by_columns(image, weight, arguments[6], groups):
+    laid_out = _is_channels_last(image) or _is_channels_last(weight)
+    if not transposed and not laid_out and _uses_columns(image, weight, arguments[6], groups):
         return _columns(weight, gradient) + int(_COPIES_OF_SUMS * weight.numel() * FP32.bytes)
     blocks = _weight_in_blocks(weight)
     results = (image.nbytes if for_image else 0) + (weight.nbytes if for_weight else 0)
     moments = [0]
     if for_image and not laid_out:
-        out = _in_blocks(image)
-        again = image.nbytes if _copied_twice(weight, max(stride) > 1 and not transposed) else 0
-        moments += [_in_blocks(gradient) + blocks + out - results, out + image.nbytes + again - results]
+        out = _blocked_bytes(image)
+        again = image.nbytes if _is_copied_twice(weight, max(stride) > 1 and not transposed) else 0
+        moments += [_blocked_bytes(gradient) + blocks + out - results, out + image.nbytes + again - results]
     if for_weight:
         # Products of narrow numbers are summed in fp32; for channels_last images there is a second copy.
         made = _groups_in_blocks(weight, groups) if laid_out else blocks
         sums = max(made, weight.nbytes) // weight.element_size() * FP32.bytes if is_narrow(weight.dtype) else 0
         copied = not (laid_out or _is_large_of_one_channel(weight))
-        copies = _in_blocks(gradient) + _image_in_blocks(image) if copied else 0
+        copies = _blocked_bytes(gradient) + _image_in_blocks(image) if copied else 0
         if _is_emulated(weight):
             copies = _copies_where_emulated(gradient, image, weight) if copied else 0
         moments += [copies + made - weight.nbytes + sums, made + weight.nbytes if laid_out else made]
     return _laid_out_anew(gradient, image, weight) + int(max(moments))
 
 
-def _by_columns(image: Tensor, weight: Tensor, dilation: Sequence[int], groups: int) -> bool:
+def _uses_columns(image: Tensor, weight: Tensor, dilation: Sequence[int], groups: int) -> bool:
     """Return whether the weight's gradient is a product of matrices, as for wide kernels and for smaller images."""
     if max(weight.shape[2:]) > (
         _WIDE_FIRST_KERNEL if is_narrow(image.dtype) and image.shape[1] <= _FEW else _WIDE_KERNEL
@@ -194,7 +194,7 @@ def _copies_where_emulated(gradient: Tensor, image: Tensor, weight: Tensor) -> i
     """Return the bytes of blocked copies, and of the samples that each thread transposes for bf16."""
     kernel = max(weight.shape[2:])
     first_layer = image.shape[1] <= _FEW and kernel > 1
-    copies = _in_blocks(gradient) + (0 if first_layer else _in_blocks(image))
+    copies = _blocked_bytes(gradient) + (0 if first_layer else _blocked_bytes(image))
     if weight.shape[1] == 1 or (kernel == 1 and image.shape[2] > 1):
         return copies
     samples = max(image.shape[0], 1)
@@ -203,17 +203,17 @@ def _copies_where_emulated(gradient: Tensor, image: Tensor, weight: Tensor) -> i
 
 def _laid_out_anew(*given: Tensor) -> int:
     """Return the bytes of layout copies: torch makes all channels_last if one of them is, else contiguous."""
-    layout = _channels_first(given[0]) if any(_by_channels(t) for t in given[-2:]) else torch.contiguous_format
+    layout = _channels_first(given[0]) if any(_is_channels_last(t) for t in given[-2:]) else torch.contiguous_format
     return sum(tensor.nbytes for tensor in given if not tensor.is_contiguous(memory_format=layout))
 
 
-def _copied_twice(weight: Tensor, spread: bool) -> bool:
+def _is_copied_twice(weight: Tensor, spread: bool) -> bool:
     """Return whether the result is copied again: kernels for narrow or strided data return another layout."""
     one_by_one = weight.shape[1] == 1  # depthwise
     return (is_narrow(weight.dtype) or spread) and not one_by_one and not _is_emulated(weight)
 
 
-def _by_channels(tensor: Tensor) -> bool:
+def _is_channels_last(tensor: Tensor) -> bool:
     return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=_channels_first(tensor))
 
 
@@ -223,19 +223,21 @@ def _channels_first(tensor: Tensor) -> torch.memory_format:
 
 
 def _image_in_blocks(image: Tensor) -> int:
-    return 0 if image.shape[1] <= _FEW and (not is_narrow(image.dtype) or _is_emulated(image)) else _in_blocks(image)
+    return (
+        0 if image.shape[1] <= _FEW and (not is_narrow(image.dtype) or _is_emulated(image)) else _blocked_bytes(image)
+    )
 
 
-def _in_blocks(image: Tensor) -> int:
+def _blocked_bytes(image: Tensor) -> int:
     channels = image.shape[1]
-    return image.nbytes // max(channels, 1) * _filled(channels)
+    return image.nbytes // max(channels, 1) * _fill_channels(channels)
 
 
 def _weight_in_blocks(weight: Tensor) -> int:
     out, into = weight.shape[:2]
     if into <= _FEW:  # the weight of an image's layer, or depthwise
         return weight.nbytes
-    return weight.nbytes // max(out * into, 1) * _filled(out) * _filled(into)
+    return weight.nbytes // max(out * into, 1) * _fill_channels(out) * _fill_channels(into)
 
 
 def _is_large_of_one_channel(weight: Tensor) -> bool:
@@ -251,10 +253,10 @@ def _groups_in_blocks(weight: Tensor, groups: int) -> int:
     out, into = weight.shape[0] // groups, weight.shape[1]
     if groups == 1 or (out == into == 1 and not _is_large_of_one_channel(weight)):
         return _weight_in_blocks(weight)
-    return weight.nbytes // max(out * into, 1) * _filled(out) * _filled(into)
+    return weight.nbytes // max(out * into, 1) * _fill_channels(out) * _fill_channels(into)
 
 
-def _filled(channels: int) -> int:
+def _fill_channels(channels: int) -> int:
     return math.ceil(channels / _BLOCK) * _BLOCK
 
 
@@ -425,11 +427,11 @@ class Timeline:
             self.blocks.append(block)
             self._alive[key] = block
             # A weak reference: a strong one would keep the storage alive and hide when it is freed.
-            self._watched[key] = weakref.ref(storage, partial(self._gone, key))
+            self._watched[key] = weakref.ref(storage, partial(self._forget_storage, key))
         block.bytes = max(block.bytes, storage.nbytes())  # it may have been resized
         return block
 
-    def _gone(self, key: int, _reference: object) -> None:
+    def _forget_storage(self, key: int, _reference: object) -> None:
         self._alive.pop(key).died = self.now
         del self._watched[key]
 

@@ -104,12 +104,12 @@ class ValueTracker(TorchDispatchMode):
         if func._schema.name in _DESCRIPTIONS:
             return _DESCRIPTIONS[func._schema.name](self, *args)
         if func is _ATEN.index.Tensor:
-            args = (args[0], [by_number for index in args[1] for by_number in self._by_number(index)])
+            args = (args[0], [by_number for index in args[1] for by_number in self._indices_of_mask(index)])
         call = OpCall(func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except NEEDS_NUMBERS:
-            return self._sized(call)
+            return self._size_result(call)
         numbers = self._computed(call, result) or self._told(call, result)
         if numbers is not None:
             _attach(result, numbers)
@@ -164,13 +164,13 @@ class ValueTracker(TorchDispatchMode):
 
     # -- sizes --------------------------------------------------------------------------------------------------------
 
-    def _by_number(self, index: Tensor | None) -> list[Tensor | None]:
+    def _indices_of_mask(self, index: Tensor | None) -> list[Tensor | None]:
         """Return the indices that select what a boolean one does."""
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             return [index]
-        return list(self._sized(OpCall(_ATEN.nonzero.default, (index,), {})).unbind(1))
+        return list(self._size_result(OpCall(_ATEN.nonzero.default, (index,), {})).unbind(1))
 
-    def _sized(self, call: OpCall) -> Any:
+    def _size_result(self, call: OpCall) -> Any:
         """Return the result of an operation whose size depends on numbers."""
         numbers = self._computed(call, None)
         if numbers is None:
@@ -211,7 +211,7 @@ class ValueTracker(TorchDispatchMode):
         # All elements of each value must be one number in memory.
         values = [numbers.value for numbers in known.values()]
         same = same and all(v.numel() == 1 or (v.numel() > 1 and not any(v.stride())) for v in values)
-        if not same and not all(map(_few, (*leaves, *_tensors(result)))):
+        if not same and not all(map(_is_small, (*leaves, *_tensors(result)))):
             return None
 
         def real(leaf: Any) -> Any:
@@ -237,10 +237,10 @@ class ValueTracker(TorchDispatchMode):
     def _told(self, call: OpCall, result: Any) -> Numbers | None:
         """Return the numbers of a result that does not depend on those of its arguments, by an assumption."""
         func, args, _ = call
-        if func._schema.name in _FILLS and _few(args[0]) and not (args[0].requires_grad or args[0]._is_view()):
+        if func._schema.name in _FILLS and _is_small(args[0]) and not (args[0].requires_grad or args[0]._is_view()):
             with no_dispatch():
                 return Numbers(func(torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:]))
-        if func is _ATEN.clamp.default and _is_level(args) and _few(result) and not args[0].requires_grad:
+        if func is _ATEN.clamp.default and _is_level(args) and _is_small(result) and not args[0].requires_grad:
             with no_dispatch():
                 low, high = int(args[1]), int(args[2])
                 value = (low + torch.arange(result.numel()) % (high - low + 1)).reshape(result.shape).to(result.dtype)
@@ -252,7 +252,7 @@ class ValueTracker(TorchDispatchMode):
         if func._schema.name not in _CHOICES:
             return None
         chosen = result[-1] if isinstance(result, (tuple, list)) else result
-        if not _few(chosen):
+        if not _is_small(chosen):
             return None
         dim = call.argument("dim")
         choices = args[0].numel() if dim is None else args[0].shape[dim] if args[0].dim() else 1
@@ -291,7 +291,7 @@ class ValueTracker(TorchDispatchMode):
 
 def with_numbers(fake: Tensor, real: Tensor) -> Tensor:
     """Return the fake tensor with a copy of the numbers of a real one, if there are few enough to follow them."""
-    if not isinstance(real, FakeTensor) and real.device.type == "cpu" and _few(real) and not real.requires_grad:
+    if not isinstance(real, FakeTensor) and real.device.type == "cpu" and _is_small(real) and not real.requires_grad:
         with no_dispatch():
             _attach(fake, Numbers(real.detach().clone()))
     return fake
@@ -316,7 +316,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _few(tensor: Tensor) -> bool:
+def _is_small(tensor: Tensor) -> bool:
     wide = tensor.is_floating_point() or tensor.is_complex()
     return tensor.layout is torch.strided and tensor.numel() <= (_MOST_FLOATS if wide else _MOST_INTEGERS)
 
@@ -351,42 +351,42 @@ _CHOICES = frozenset(f"aten::{name}" for name in ("topk", "max", "min", "argmax"
 Sized = Callable[[OpCall], Any]
 
 
-def _all_places(call: OpCall) -> Tensor:
+def _select_all_places(call: OpCall) -> Tensor:
     mask = torch.ones((), dtype=torch.bool).expand(tuple(call.args[0].shape))
     # Of a large one only the size is of interest.
     few = mask.numel() <= _MOST_INTEGERS
     return mask.nonzero() if few else torch.zeros((), dtype=torch.int64).expand(mask.numel(), mask.dim())
 
 
-def _all_elements(call: OpCall) -> Tensor:
+def _select_all_elements(call: OpCall) -> Tensor:
     shape = torch.broadcast_shapes(call.args[0].shape, call.args[1].shape)
     return torch.zeros((), dtype=call.args[0].dtype).expand(shape.numel())
 
 
-def _all_different(call: OpCall) -> Any:
+def _assume_all_different(call: OpCall) -> Any:
     first, *others = call.args
     return call.func(torch.arange(first.numel()).reshape(tuple(first.shape)).to(first.dtype), *others, **call.kwargs)
 
 
-def _once_each(call: OpCall) -> Tensor:
+def _repeat_once(call: OpCall) -> Tensor:
     return torch.arange(call.args[0].shape[0])
 
 
-def _one_each(call: OpCall) -> Tensor:
+def _keep_one_each(call: OpCall) -> Tensor:
     least = max(call.argument("minlength"), 1)
     return torch.full((least,), max(1, call.args[0].numel() // least), dtype=torch.int64)
 
 
 _SIZES: dict[str, tuple[str, Sized]] = {
-    "aten::nonzero": (SELECTED, _all_places),
-    "aten::masked_select": (SELECTED, _all_elements),
-    "aten::_unique": (DIFFERENT, _all_different),
-    "aten::_unique2": (DIFFERENT, _all_different),
-    "aten::unique_dim": (DIFFERENT, _all_different),
-    "aten::unique_consecutive": (DIFFERENT, _all_different),
-    "aten::repeat_interleave": (ONCE, _once_each),
-    "aten::bincount": (EVEN, _one_each),
-    "torchvision::nms": (KEPT, _once_each),
+    "aten::nonzero": (SELECTED, _select_all_places),
+    "aten::masked_select": (SELECTED, _select_all_elements),
+    "aten::_unique": (DIFFERENT, _assume_all_different),
+    "aten::_unique2": (DIFFERENT, _assume_all_different),
+    "aten::unique_dim": (DIFFERENT, _assume_all_different),
+    "aten::unique_consecutive": (DIFFERENT, _assume_all_different),
+    "aten::repeat_interleave": (ONCE, _repeat_once),
+    "aten::bincount": (EVEN, _keep_one_each),
+    "torchvision::nms": (KEPT, _repeat_once),
 }
 """Assumptions about operations whose size depends on numbers of the model, and their results."""
 
@@ -413,7 +413,7 @@ def _ctc_gradient(_tracker: ValueTracker, _gradient: Tensor, scores: Tensor, *_:
     return torch.empty_like(scores)
 
 
-def _nothing_new(*_: Any) -> None:
+def _describe_in_place(*_: Any) -> None:
     """Describe an update in place."""
 
 
@@ -421,6 +421,6 @@ _DESCRIPTIONS: dict[str, Callable[..., Any]] = {
     "aten::_grouped_mm": _grouped_product,
     "aten::_ctc_loss": _ctc,
     "aten::_ctc_loss_backward": _ctc_gradient,
-    "aten::_fused_sgd_": _nothing_new,
-    "aten::_fused_adagrad_": _nothing_new,
+    "aten::_fused_sgd_": _describe_in_place,
+    "aten::_fused_adagrad_": _describe_in_place,
 }

@@ -80,7 +80,7 @@ def within_reach(target: Target) -> int:
     found = [target.usable]
     with contextlib.suppress(Exception):  # a limit applies only where it can be read
         if target.device.kind == "cpu":
-            found += _of_main_memory(target)
+            found += _list_free_memory(target)
         else:
             free, _ = torch.accelerator.get_memory_info()
             # Reserved memory is the caching allocator's, so this process can reuse it.
@@ -88,7 +88,7 @@ def within_reach(target: Target) -> int:
     return max(0, min(found))
 
 
-def _of_main_memory(target: Target) -> Iterator[int]:
+def _list_free_memory(target: Target) -> Iterator[int]:
     """Yield free memory plus what this process holds, without its code: the process can reuse what it has freed."""
     import psutil
 

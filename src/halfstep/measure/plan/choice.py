@@ -104,10 +104,10 @@ def _replaces(cell: Cell, simpler: Cell, fp32: float, has_batch_norm: bool) -> b
     split = cell.setting.microbatches != simpler.setting.microbatches
     if split and has_batch_norm and _speedup(cell) < SPLIT_WORTH_IT * _speedup(simpler):
         return False
-    return wholly_above(cell.speed, simpler.speed) or (not split and _likely_faster(cell, simpler))
+    return wholly_above(cell.speed, simpler.speed) or (not split and _is_likely_faster(cell, simpler))
 
 
-def _likely_faster(cell: Cell, simpler: Cell) -> bool:
+def _is_likely_faster(cell: Cell, simpler: Cell) -> bool:
     if cell.setting.precision != simpler.setting.precision or not (has_interval(cell) and has_interval(simpler)):
         return False
     enough = LIKELY_COMPILED if cell.setting.compile and not simpler.setting.compile else LIKELY
@@ -143,10 +143,10 @@ def runner_up(choice: Cell, cells: Sequence[Cell]) -> tuple[Cell | None, str]:
     if not others:
         return None, ""
     other = others[0]
-    return other, _why_not(other, choice)
+    return other, _rejection_reason(other, choice)
 
 
-def _why_not(other: Cell, choice: Cell) -> str:
+def _rejection_reason(other: Cell, choice: Cell) -> str:
     assert other.speed is not None
     if choice.speed is None or wholly_above(choice.speed, other.speed) or _speedup(other) < _speedup(choice):
         beside = f"{other.speed.speedup:.2f}x against {_speedup(choice):.2f}x"

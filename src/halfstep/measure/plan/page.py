@@ -110,7 +110,7 @@ class Plan(JsonResult, ShownAsPage):
 
     def page(self) -> Page:
         """Return the page about it, with the lines that apply it."""
-        return Page(f"plan for {self.name}", (*plan_blocks(self), *_in_python(self)), self.device.name)
+        return Page(f"plan for {self.name}", (*plan_blocks(self), *_python_lines(self)), self.device.name)
 
     @property
     def verdict(self) -> str:
@@ -157,11 +157,11 @@ def plan_blocks(plan: Plan) -> Iterator[Block]:
     """Yield the plan without what to type next."""
     yield from _verdict(plan)
     yield Heading("Why")
-    yield Pairs(tuple(_why(plan)))
+    yield Pairs(tuple(_list_reasons(plan)))
     yield Heading("Measured", "times as fast as strict fp32, with the median's 95 % interval")
     yield _ladder(plan)
     yield from charts_of(speed_chart(plan))
-    cut = _cut(plan.ladder)
+    cut = _group_excluded(plan.ladder)
     if cut:
         yield Heading("Not chosen")
         yield Pairs(tuple(("; ".join(names), reason) for reason, names in cut.items()))
@@ -187,7 +187,9 @@ def _verdict(plan: Plan) -> Iterator[Block]:
     if plan.growth:
         yield Paragraph(Span(plan.growth.words, "warn"))
     now, then = vars(plan.now), vars(plan.choice.setting)
-    changed = "; ".join(f"{key} {_shown(now[key])} -> {_shown(then[key])}" for key in then if now[key] != then[key])
+    changed = "; ".join(
+        f"{key} {_format_value(now[key])} -> {_format_value(then[key])}" for key in then if now[key] != then[key]
+    )
     yield Paragraph(f"{plan.name}: {changed or 'with its current settings'}")
     native = [name for name, found in plan.formats.items() if found.native]
     lacking = [name for name, found in plan.formats.items() if not found.native]
@@ -205,11 +207,11 @@ def _verdict(plan: Plan) -> Iterator[Block]:
         yield Paragraph(Span("interrupted: this is the best of what had been measured", "warn"))
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def _why(plan: Plan) -> Iterator[tuple[str, str]]:
+def _list_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     for part, reason in plan.reasons.items():
         yield part, f"stay in fp32: {reason}" if part == "precision" and plan.stay else reason
     proof = "; this is a smoke test: `halfstep bench` compares properly" if plan.choice.setting != plan.baseline else ""
@@ -253,7 +255,7 @@ def _row(cell: LadderCell, speed: Speed, plan: Plan) -> list[str]:
     ]
 
 
-def _cut(ladder: Iterable[Cell]) -> dict[str, list[str]]:
+def _group_excluded(ladder: Iterable[Cell]) -> dict[str, list[str]]:
     """Return the names of the settings that were excluded, by reason."""
     together: dict[str, list[str]] = {}
     for cell in ladder:
@@ -295,13 +297,13 @@ class PlanCommand:
 def next_blocks(plan: Plan, command: PlanCommand) -> Iterator[Block]:
     """Yield what to type next."""
     if plan.interrupted:
-        yield from _to_type("interrupted: to measure the rest, type", f"halfstep plan {command.again()}")
+        yield from _command_lines("interrupted: to measure the rest, type", f"halfstep plan {command.again()}")
     elif command.written:
-        train = f"halfstep train {_quoted(command.written)}"
-        yield from _to_type(f"wrote {command.written}; to train with it, type", train)
+        train = f"halfstep train {_quote_path(command.written)}"
+        yield from _command_lines(f"wrote {command.written}; to train with it, type", train)
     elif command.file:
-        again = f"halfstep plan {command.again()} --yes --write {_quoted(command.file)}"
-        yield from _to_type("nothing was written; to write the recipe, type", again)
+        again = f"halfstep plan {command.again()} --yes --write {_quote_path(command.file)}"
+        yield from _command_lines("nothing was written; to write the recipe, type", again)
         if not command.settings:
             yield Paragraph("or train with the same settings at once:", wrap=False)
             settings = shlex.join(
@@ -310,19 +312,19 @@ def next_blocks(plan: Plan, command: PlanCommand) -> Iterator[Block]:
             )
             yield Command(f"halfstep train {shlex.quote(command.subject)} {settings}", "  ")
     else:
-        yield from _in_python(plan)
+        yield from _python_lines(plan)
 
 
-def _in_python(plan: Plan) -> Iterator[Block]:
-    return _to_type("to apply it, in your own loop:", *plan.python)
+def _python_lines(plan: Plan) -> Iterator[Block]:
+    return _command_lines("to apply it, in your own loop:", *plan.python)
 
 
-def _to_type(lead: str, *lines: str) -> Iterator[Block]:
+def _command_lines(lead: str, *lines: str) -> Iterator[Block]:
     yield Paragraph(lead, gap=True, wrap=False)
     for line in lines:
         yield Command(line, "  ")
 
 
-def _quoted(path: str) -> str:
+def _quote_path(path: str) -> str:
     # A bare name would be taken for a shipped recipe.
     return shlex.quote(path if "/" in path else f"./{path}")

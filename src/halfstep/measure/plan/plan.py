@@ -154,7 +154,7 @@ def plan(
     measured = subject_of(subject, loss_fn, batch, settings)
     case = measured.open()
     facts = facts_of(case)
-    room = MemoryFit(free_bytes(torch.device(here.place)), partial(_predicted_peak, case, here))
+    room = MemoryFit(free_bytes(torch.device(here.place)), partial(_predict_peak, case, here))
     runner = Race(partial(candidate_of, measured, device=device), budget, partial(_tell, budget, progress))
     where = HERE if isinstance(measured, Case) else ELSEWHERE
     return search_and_decide(Search(facts, here, SettingTrials(runner, budget, room)), where, grow_batch=grow_batch)
@@ -202,7 +202,7 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
     )
 
 
-def _predicted_peak(case: Case, device: Device, setting: StepSetting) -> int:
+def _predict_peak(case: Case, device: Device, setting: StepSetting) -> int:
     from halfstep.measure.memory.estimate import ledger_of
 
     return ledger_of(lambda: case, setting, device.place).peak

@@ -102,7 +102,7 @@ def compare(fp32: Sequence[float], other: Sequence[float], noise: Noise | None, 
     found = (updates, ours, theirs, difference)
     if noise is None:
         return LossParity("can't tell", f"{words}; the spread of fp32 itself was not measured", *found)
-    verdict, why = _judged(difference, noise)
+    verdict, why = _judge_difference(difference, noise)
     return LossParity(verdict, f"{words}{why}", *found, noise.margin, noise.spread, noise.runs)
 
 
@@ -124,7 +124,7 @@ def _certain(fp32: Sequence[float], other: Sequence[float], updates: int) -> Los
     return None
 
 
-def _judged(difference: float, noise: Noise) -> tuple[Verdict, str]:
+def _judge_difference(difference: float, noise: Noise) -> tuple[Verdict, str]:
     itself = f"{noise.runs + 1} fp32 runs lie up to {noise.spread:.2%} apart"
     if difference > noise.margin:
         return "fails", f", more than {noise.margin:.2%}; {itself}"

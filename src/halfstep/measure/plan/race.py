@@ -36,7 +36,7 @@ class MemoryFit:
         # Predictions are for eager code, so both settings share one.
         setting = replace(setting, compile=False)
         if setting not in self._known:
-            self._known[setting] = self._predicted(setting)
+            self._known[setting] = self._predict_peak(setting)
         return self._known[setting]
 
     def fits(self, *settings: StepSetting) -> bool:
@@ -48,7 +48,7 @@ class MemoryFit:
         """Return the required and the free memory as text."""
         return f"it would take {size(self.peak(setting) or 0)}, and {size(self.free or 0)} are free"
 
-    def _predicted(self, setting: StepSetting) -> int | None:
+    def _predict_peak(self, setting: StepSetting) -> int | None:
         if self._predict is None:
             return None
         try:

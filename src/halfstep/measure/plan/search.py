@@ -156,12 +156,12 @@ class Search:
         """
         while True:
             cell = self._leader()
-            parity = self._with_its_precision(cell, self.parity_of(cell))
+            parity = self._parity_of_precision(cell, self.parity_of(cell))
             if parity.verdict != "fails":
                 return cell, parity
             self.cells[cell.setting] = replace(cell, cut=f"parity {parity.verdict}: {parity.why}")
 
-    def _with_its_precision(self, cell: Cell, parity: LossParity) -> LossParity:
+    def _parity_of_precision(self, cell: Cell, parity: LossParity) -> LossParity:
         """Return the failure of the same narrow precision in another layout, where this cell's parity is undecided."""
         if parity.verdict != "can't tell" or is_fp32(cell):
             return parity
@@ -347,10 +347,10 @@ class Growing:
 def scaled_lr(optimizer: str, rate: float, factor: int) -> tuple[float, str]:
     """Return the scaled learning rate and its rule: linear for SGD, square root for adaptive optimizers."""
     if optimizer.lower() == "sgd":
-        return _rounded(rate * factor), f"linear scaling for SGD: {factor}x"
-    return _rounded(rate * math.sqrt(factor)), f"square root scaling for {optimizer}: {math.sqrt(factor):.3g}x"
+        return _round_rate(rate * factor), f"linear scaling for SGD: {factor}x"
+    return _round_rate(rate * math.sqrt(factor)), f"square root scaling for {optimizer}: {math.sqrt(factor):.3g}x"
 
 
-def _rounded(rate: float) -> float:
+def _round_rate(rate: float) -> float:
     """Return the learning rate with three digits; more would suggest more accuracy than a rule of thumb has."""
     return float(f"{rate:.3g}")

@@ -63,7 +63,7 @@ COMPILE_SHARE, LEAST_COMPILE = 0.7, 5.0
 
 
 @contextmanager
-def _too_slow(why: str) -> Iterator[None]:
+def _replace_too_slow(why: str) -> Iterator[None]:
     """Replace the message of `CandidateTooSlow`."""
     try:
         yield
@@ -202,20 +202,20 @@ class SettingTrials:
             return
         self.cells[setting] = replace(cell, first_step=first, trail=trail)
         hopeless = last > HOPELESS * self._seconds(self._fastest()) * self._samples(setting)
-        self.race([setting], HOPELESS_PAIRS if hopeless else self._short_pairs(last))
+        self.race([setting], HOPELESS_PAIRS if hopeless else self._count_short_pairs(last))
         self._complete(setting, 0.1 if hopeless else 1.0)
         self._complete(self.baseline)
         self._keep_the_fastest()
 
     def _first_and_last(self, setting: StepSetting) -> tuple[float, float]:
         """Return the seconds of the first update and of a warm one; raise `CandidateTooSlow` with the reason."""
-        with _too_slow(NotMeasured.NO_TIME):
+        with _replace_too_slow(NotMeasured.NO_TIME):
             self.runner.enter(setting, self.budget.left)
         limit = self._limit(setting)
-        with _too_slow(self._why_too_slow(setting, limit)):
+        with _replace_too_slow(self._too_slow_reason(setting, limit)):
             first = self.runner.first_step(setting, limit)
         slowest = TOO_SLOW * self._seconds(self.baseline) * self._samples(setting)
-        with _too_slow(NotMeasured.NO_TIME):
+        with _replace_too_slow(NotMeasured.NO_TIME):
             last = self.runner.warm(
                 setting, seconds=min(self.budget.left / 4, max(WARM_CALLS * slowest, SHORTEST_LIMIT))
             )
@@ -229,13 +229,13 @@ class SettingTrials:
     def _has_rivals(self) -> bool:
         return any(cell.speed for setting, cell in self.cells.items() if setting != self.baseline)
 
-    def _short_pairs(self, update: float) -> int:
+    def _count_short_pairs(self, update: float) -> int:
         """Return the number of pairs: more if they are cheap relative to opening the candidate."""
         turn = self.runner.turn_seconds(self._seconds(self.baseline), update)
         affordable = int(min(self._opening / 4, self.budget.left / 10) / max(turn, 1e-9))
         return max(SHORT_PAIRS, min(FINAL_PAIRS, affordable))
 
-    def _why_too_slow(self, setting: StepSetting, limit: float) -> str:
+    def _too_slow_reason(self, setting: StepSetting, limit: float) -> str:
         if setting.compile:
             return f"compiling took more than the {limit:.0f} s that were left for it"
         if limit < self._first_limit(setting):
@@ -254,7 +254,7 @@ class SettingTrials:
                 self.cells[setting] = replace(self.cells[setting], speed=speed, cut="")
         for setting, why in found.failed.items():
             if isinstance(why, CandidateFailed):
-                self._cut_failed(setting, why)
+                self._exclude_failed(setting, why)
             elif self.cells[setting].speed is None:
                 self.cells[setting] = replace(self.cells[setting], cut=NotMeasured.NO_TIME)
         if found.interrupted:
@@ -295,9 +295,9 @@ class SettingTrials:
         if setting == self.baseline:
             raise fails_in_fp32(self._name, error) from None
         self.runner.leave(setting)
-        self._cut_failed(setting, error)
+        self._exclude_failed(setting, error)
 
-    def _cut_failed(self, setting: StepSetting, error: CandidateFailed) -> None:
+    def _exclude_failed(self, setting: StepSetting, error: CandidateFailed) -> None:
         self.cells[setting] = replace(self.cells[setting], cut=f"it failed while it was timed: {error}")
 
     def _record_losses(self, setting: StepSetting) -> None:

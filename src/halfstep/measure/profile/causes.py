@@ -183,7 +183,7 @@ def fp32_island(facts: ProfileFacts) -> Cause | None:
     if not facts.narrow or facts.work is None or facts.kernels is None or facts.work.wide_share < NOTICEABLE:
         return None
     # All of fp32's matrix time would shrink by this factor.
-    share = facts.shares.get(WIDE, 0.0) * (1 - 1 / _narrow_gain(facts))
+    share = facts.shares.get(WIDE, 0.0) * (1 - 1 / _estimate_narrow_gain(facts))
     modules = list(facts.work.wide)
     declared = [name for name in modules if name in facts.work.islands]
     do = f"remove island() from {listed(declared)}" if declared else "remove casts and autocast(enabled=False) there"
@@ -338,7 +338,7 @@ def heavy_update(facts: ProfileFacts) -> Cause | None:
     return Cause(
         "optimizer-update",
         f"{update} {share:.0%} of a step, and no precision shortens it",
-        _where(facts),
+        _largest_parts(facts),
         "update less often (a larger batch, or more micro-batches per update), use fused=True, and for a large "
         "embedding of which a batch needs few rows sparse=True with an optimizer for sparse gradients",
         next_command.grown(facts),
@@ -359,7 +359,7 @@ def heavy_operation(facts: ProfileFacts) -> Cause | None:
     return Cause(
         "heavy-operation",
         f"{name} takes {share:.0%} of a step, forward and backward, and no precision of products shortens it",
-        _where(facts),
+        _largest_parts(facts),
         "make its input smaller (for a loss over a large vocabulary: in chunks, or with a fused kernel), or compile",
         next_command.planned(facts),
         share,
@@ -378,7 +378,7 @@ def copies(facts: ProfileFacts) -> Cause | None:
     return Cause(
         "copies",
         f"casts and layout copies take {share:.0%} of a step",
-        _where(facts),
+        _largest_parts(facts),
         "keep one layout (channels last for images) and one format from layer to layer, or compile",
         next_command.planned(facts),
         share,
@@ -440,7 +440,7 @@ def _padding_saves(facts: ProfileFacts, layer: MisalignedLayer) -> float:
     return facts.kernels.matrix * layer.flops_share * (1 - layer.padded_seconds / layer.seconds)
 
 
-def _narrow_gain(facts: ProfileFacts) -> float:
+def _estimate_narrow_gain(facts: ProfileFacts) -> float:
     """Return how many times faster a FLOP is in the narrow format, judged by the two steps."""
     work, race = facts.work, facts.race
     if work is None or race is None or facts.kernels is None or facts.fp32_kernels is None:
@@ -480,23 +480,23 @@ def verdict(facts: ProfileFacts) -> Cause:
         command = next_command.in_precision(facts, facts.instead)
         return Cause("refused", f"{facts.asked} does not run on this device", facts.why, do, command, 0.0)
     causes = find_causes(facts)
-    return causes[0] if causes else unexplained(facts) or _ending(facts)
+    return causes[0] if causes else unexplained(facts) or _final_cause(facts)
 
 
-def _ending(facts: ProfileFacts) -> Cause:
+def _final_cause(facts: ProfileFacts) -> Cause:
     if facts.speed is None:
-        return Cause("not-measured", _too_little(facts), "", "give it longer", next_command.longer(facts), 0.0)
+        return Cause("not-measured", _describe_too_little(facts), "", "give it longer", next_command.longer(facts), 0.0)
     # A cause may be in a stage that was not measured, so nothing is called healthy.
     if facts.skipped:
         sentence = (
             f"not measured: {', '.join(facts.skipped)}. The other parts show no cause: {_gain(facts, facts.speed)}"
         )
-        return Cause("not-measured", sentence, _where(facts), "give it longer", next_command.longer(facts), 0.0)
+        return Cause("not-measured", sentence, _largest_parts(facts), "give it longer", next_command.longer(facts), 0.0)
     if not facts.narrow:
         return Cause(
             "already-fast",
             f"nothing is wrong, and nothing narrower than {facts.asked} was requested",
-            _where(facts),
+            _largest_parts(facts),
             "try another precision",
             next_command.in_precision(facts, facts.instead)
             if facts.instead != facts.asked
@@ -509,7 +509,7 @@ def _ending(facts: ProfileFacts) -> Cause:
     return _slow(facts, facts.speed)
 
 
-def _too_little(facts: ProfileFacts) -> str:
+def _describe_too_little(facts: ProfileFacts) -> str:
     if facts.race is None:
         return "there was no time to find a cause"
     return (
@@ -532,17 +532,24 @@ def _slow(facts: ProfileFacts, race: StepTimes) -> Cause:
     if ceiling is not None and ceiling < _LITTLE:
         sentence = f"there is little matrix work here for {facts.asked} to speed up: {bound}"
         return Cause(
-            "little-matrix-work", sentence, _where(facts), "try other settings", next_command.planned(facts), 0.0
+            "little-matrix-work",
+            sentence,
+            _largest_parts(facts),
+            "try other settings",
+            next_command.planned(facts),
+            0.0,
         )
     if facts.shares.get(COPIES, 0.0) >= facts.shares.get(NARROW, 0.0):
         sentence = f"casts and layout copies take {facts.shares.get(COPIES, 0.0):.0%} of a step, more than products do"
         do = "lay images out with channels last, or compile"
-        return Cause("copies", sentence, _where(facts), do, next_command.planned(facts), facts.shares.get(COPIES, 0.0))
+        return Cause(
+            "copies", sentence, _largest_parts(facts), do, next_command.planned(facts), facts.shares.get(COPIES, 0.0)
+        )
     sentence = f"{_gain(facts, race)}, and no single cause stands out"
     return Cause(
         "unexplained",
         sentence,
-        "; ".join(filter(None, (_where(facts), bound))),
+        "; ".join(filter(None, (_largest_parts(facts), bound))),
         "compare settings",
         next_command.planned(facts),
         0.0,
@@ -562,7 +569,7 @@ def _fast(facts: ProfileFacts, race: StepTimes) -> Cause:
     )
 
 
-def _where(facts: ProfileFacts) -> str:
+def _largest_parts(facts: ProfileFacts) -> str:
     """Return the largest parts that no precision shortens."""
     shares = sorted(((share, part) for part, share in facts.shares.items() if part not in (NARROW, WIDE)), reverse=True)
     return ", ".join(f"{PARTS[part]} {share:.0%}" for share, part in shares[:3] if share > 0)

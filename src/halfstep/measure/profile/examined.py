@@ -70,13 +70,13 @@ def warm_up(step: Callable[[], object], stopwatch: Stopwatch, seconds: float) ->
         count, compiling, why = compilations.since()
         rows.append((took, count, min(compiling, took)))
         reason = why or reason
-        if len(rows) >= _LEAST and (_settled(rows[-_LEAST:]) or time.perf_counter() >= deadline):
+        if len(rows) >= _LEAST and (_is_settled(rows[-_LEAST:]) or time.perf_counter() >= deadline):
             break
     times, counts, compiling_times = zip(*rows, strict=True)
     return Warming(times, counts, compiling_times, reason)
 
 
-def _settled(rows: list[tuple[float, int, float]]) -> bool:
+def _is_settled(rows: list[tuple[float, int, float]]) -> bool:
     times = [took for took, _, _ in rows]
     return not any(count for _, count, _ in rows) and max(times) - min(times) <= STABLE * max(times)
 
@@ -112,7 +112,7 @@ def fed(candidate: Candidate, data: CaseData, seconds: float) -> Feeding:
     """Step until there are enough steps or the time is up; steps on prefetched batches are left out."""
     read, read_cpu = _reading(data, seconds / 3)
     every = _steps(candidate, data, seconds)
-    rows = _in_full_run(every, data.workers)
+    rows = _drop_startup_rows(every, data.workers)
     # If each pass has a single step, all of its wait is for workers to start.
     wait = _mean([row.wait for row in rows if row.place or not data.workers])
     # The extra seconds per step of the first batches of all passes but the first.
@@ -135,7 +135,7 @@ def fed(candidate: Candidate, data: CaseData, seconds: float) -> Feeding:
     )
 
 
-def _in_full_run(rows: list[_Row], workers: int) -> list[_Row]:
+def _drop_startup_rows(rows: list[_Row], workers: int) -> list[_Row]:
     """Return the rows without those that waited for workers to start or used prefetched batches."""
     if not workers:
         return rows[min(1, len(rows) - _FEWEST) :]
@@ -280,7 +280,7 @@ class Examined:
         self.place = describe(device)
         self.device = torch.device(self.place.place)
         self.fp32_means = fp32_means(self.device)
-        self.precision = precision_named(_resolved(case, asked, self.place.place))
+        self.precision = precision_named(_resolve_precision(case, asked, self.place.place))
         self._asked: Candidate | None = None
         self._strict: Candidate | None = None
         self._looked: StepLayers | None = None
@@ -290,7 +290,7 @@ class Examined:
         # Reported as a cause, not as an error.
         except PrecisionRefused:
             self.passed_over = True
-        self.facts = self._described()
+        self.facts = self._describe_case()
         self._conditions = conditions(self.device)
         self._interrupted = False
 
@@ -300,7 +300,7 @@ class Examined:
             self.facts = STAGES[stage].measure(self, seconds)
         return MeasuredFacts(self.facts, self._conditions, self._interrupted)
 
-    def _described(self) -> ProfileFacts:
+    def _describe_case(self) -> ProfileFacts:
         """Return the facts known before any timing."""
         can = ability(self.place, self.precision.needs)
         formats = [name for name in ("bf16", "fp16") if ability(self.place, name).native]
@@ -359,12 +359,12 @@ class Examined:
         found: list[SlowSwitch] = []
         threads, most = torch.get_num_threads(), cores_each()
         if torch.is_anomaly_enabled():
-            found.append(self._without(ANOMALY, "on", lambda: torch.set_anomaly_enabled(False), seconds))
+            found.append(self._race_without(ANOMALY, "on", lambda: torch.set_anomaly_enabled(False), seconds))
         if self.device.type == "cpu" and threads < most:
-            found.append(self._without(THREADS, str(threads), lambda: torch.set_num_threads(most), seconds))
+            found.append(self._race_without(THREADS, str(threads), lambda: torch.set_num_threads(most), seconds))
         return replace(self.facts, switches=tuple(found))
 
-    def _without(self, name: str, value: str, change: Callable[[], object], seconds: float) -> SlowSwitch:
+    def _race_without(self, name: str, value: str, change: Callable[[], object], seconds: float) -> SlowSwitch:
         """Race the step as it is against the step after a change, which is undone in between."""
         anomaly, threads = torch.is_anomaly_enabled(), torch.get_num_threads()
 
@@ -469,7 +469,7 @@ def fp32_means(device: torch.device) -> str:
     return next((word for word in found if word not in _STRICT), "ieee")
 
 
-def _resolved(case: Case, asked: str | None, place: str) -> str:
+def _resolve_precision(case: Case, asked: str | None, place: str) -> str:
     """Return the precision's name. A case without one gets `auto`: there is no reason to profile fp32."""
     named = read_precision(asked or case.requested_precision)
     if named.name not in (AUTO, AMP):

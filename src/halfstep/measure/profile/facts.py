@@ -308,17 +308,17 @@ def read_facts(known: Mapping[str, Any]) -> ProfileFacts:
     given = {name.name: known[name.name] for name in fields(ProfileFacts) if name.name in known}
     for name, kind in _NESTED.items():
         if given.get(name) is not None:
-            given[name] = _from_json(kind, given[name])
-    given["misaligned"] = tuple(_from_json(MisalignedLayer, one) for one in given.get("misaligned", ()))
-    given["switches"] = tuple(_from_json(SlowSwitch, one) for one in given.get("switches", ()))
+            given[name] = _read_json(kind, given[name])
+    given["misaligned"] = tuple(_read_json(MisalignedLayer, one) for one in given.get("misaligned", ()))
+    given["switches"] = tuple(_read_json(SlowSwitch, one) for one in given.get("switches", ()))
     for name in ("subject", "skipped"):
         given[name] = tuple(given.get(name, ()))
     return ProfileFacts(**given)
 
 
-def _from_json(kind: Any, known: Any) -> Any:
+def _read_json(kind: Any, known: Any) -> Any:
     # JSON has no tuples.
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
     if plain.get("warming") is not None:
-        plain["warming"] = _from_json(Warming, plain["warming"])
+        plain["warming"] = _read_json(Warming, plain["warming"])
     return kind(**plain)

@@ -43,14 +43,14 @@ def changed(facts: ProfileFacts, setting: str) -> str:
     """Return the command that trains the recipe with another setting; the user's own code is profiled again."""
     if facts.own_code or not facts.subject:
         return again(facts)
-    return _trained_with(facts.subject, setting)
+    return _train_command(facts.subject, setting)
 
 
 def in_precision(facts: ProfileFacts, precision: str) -> str:
     """Return the command for another precision."""
     if facts.own_code or not facts.subject:
         return _profile(facts, precision)
-    return _trained_with(facts.subject, f"precision={precision}")
+    return _train_command(facts.subject, f"precision={precision}")
 
 
 def planned(facts: ProfileFacts) -> str:
@@ -93,7 +93,7 @@ def _device(facts: ProfileFacts) -> tuple[str, ...]:
     return ("--device", facts.device) if facts.device else ()
 
 
-def _trained_with(words: Sequence[str], setting: str) -> str:
+def _train_command(words: Sequence[str], setting: str) -> str:
     from halfstep.runs.resolve import with_changes  # imports the recipe packages, which objects in Python do not need
 
     return _command("halfstep", "train", *with_changes(words[0], words[1:], setting))

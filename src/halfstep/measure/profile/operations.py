@@ -87,7 +87,7 @@ def kernels_of(step: Callable[[], object], device: torch.device, steps: int = 5)
                     step()
                     if device.type != "cpu":
                         torch.accelerator.synchronize(device)
-        events = list(map(_seen, recorded.profiler.kineto_results.events()))
+        events = list(map(_to_profiler_event, recorded.profiler.kineto_results.events()))
     recorded_starts = sorted(event.start for event in events if event.name == _STEP and not event.on_device)
     # The profiler has its own clock.
     shift = recorded_starts[0] - starts[0] if recorded_starts else 0
@@ -108,7 +108,7 @@ def summed(events: Iterable[ProfilerEvent], lines: Sequence[tuple[int, str | Non
     fastest = min(steps, key=lambda event: event.end - event.start, default=ProfilerEvent(_STEP, 0, 0))
     wall = fastest.end - fastest.start
     seen = [event for event in seen if fastest.start <= event.start < fastest.end]
-    placed = _placed([event for event in seen if not event.on_device])
+    placed = _place_events([event for event in seen if not event.on_device])
     device = [event for event in seen if event.on_device and event.asked_by in placed]
     if device:
         spent = [(placed[event.asked_by][:2], event.end - event.start) for event in device]
@@ -132,7 +132,7 @@ def summed(events: Iterable[ProfilerEvent], lines: Sequence[tuple[int, str | Non
     shares = {HOST: max(0.0, 1 - sum(parts.values()) / whole), **{name: own / whole for name, own in parts.items()}}
     top, most_other, code = (
         {name: own / whole for name, own in counted.most_common(_SHOWN) if own}
-        for counted in (by_name, other, _between_operations(seen, fastest, lines))
+        for counted in (by_name, other, _gaps_by_line(seen, fastest, lines))
     )
     return Kernels(shares, convolutions / whole, top, most_other, code)
 
@@ -171,7 +171,7 @@ class LineSampler:
         self._thread.join()
 
 
-def _between_operations(
+def _gaps_by_line(
     events: list[ProfilerEvent], step: ProfilerEvent, lines: Sequence[tuple[int, str | None]]
 ) -> Counter[str]:
     """Return the nanoseconds of long gaps between the operations of a step, by the line that ran in each."""
@@ -202,7 +202,7 @@ def _operand_format(dtypes: tuple[str, ...]) -> str:
     return floating[min(1, len(floating) - 1)] if floating else "-"
 
 
-def _placed(events: list[ProfilerEvent]) -> dict[int, tuple[ProfilerEvent, bool, int]]:
+def _place_events(events: list[ProfilerEvent]) -> dict[int, tuple[ProfilerEvent, bool, int]]:
     """Return by id: each event, whether it ran in an optimizer's update, and its self time."""
     threads: dict[int, list[ProfilerEvent]] = defaultdict(list)
     for event in events:
@@ -225,7 +225,7 @@ def _placed(events: list[ProfilerEvent]) -> dict[int, tuple[ProfilerEvent, bool,
     return found
 
 
-def _seen(event: Any) -> ProfilerEvent:
+def _to_profiler_event(event: Any) -> ProfilerEvent:
     on_device = event.device_type() != DeviceType.CPU
     start, name = event.start_ns(), event.name()
     return ProfilerEvent(
@@ -323,14 +323,14 @@ def misaligned_groups(
     for layer in looked.layers:
         pair = channels(layer.module)
         if pair and layer.name not in without and any(count % ALIGNED for count in pair):
-            groups[_same(layer)].append(layer)
+            groups[_layer_key(layer)].append(layer)
     shares = [
         (group, sum(looked.flops.get(layer.name, 0) for layer in group) / max(total, 1)) for group in groups.values()
     ]
     return sorted([(group, share) for group, share in shares if share >= least], key=lambda pair: -pair[1])
 
 
-def _same(layer: Layer) -> tuple[Any, ...]:
+def _layer_key(layer: Layer) -> tuple[Any, ...]:
     module: Any = layer.module
     geometry = tuple(str(getattr(module, name, "")) for name in ("kernel_size", "stride", "padding", "dilation"))
     return (
@@ -374,7 +374,7 @@ def padded(module: Any) -> nn.Module:
     inward, outward = map(next_multiple, before)
     bias, place = module.bias is not None, {"device": module.weight.device, "dtype": module.weight.dtype}
     if isinstance(module, nn.Linear):
-        return _trained_alike(module, nn.Linear(inward, outward, bias, **place))
+        return _freeze_like(module, nn.Linear(inward, outward, bias, **place))
     names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
     more = {name: getattr(module, name) for name in names}
     if module.transposed:
@@ -383,10 +383,10 @@ def padded(module: Any) -> nn.Module:
     kind = next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn"))
     made: Any = kind(inward, outward, bias=bias, **more, **place)
     layout = layout_of(module.weight)
-    return _trained_alike(module, made if layout is torch.contiguous_format else made.to(memory_format=layout))
+    return _freeze_like(module, made if layout is torch.contiguous_format else made.to(memory_format=layout))
 
 
-def _trained_alike(module: nn.Module, made: nn.Module) -> nn.Module:
+def _freeze_like(module: nn.Module, made: nn.Module) -> nn.Module:
     """Freeze the same weights: a frozen one costs no gradient."""
     for name, parameter in made.named_parameters():
         parameter.requires_grad_(getattr(module, name).requires_grad)
@@ -457,11 +457,11 @@ def _timer(
 
     # One thread does all the work there, so its own CPU time excludes other load on the machine.
     if device.type == "cpu" and torch.get_num_threads() == 1:
-        return lambda: _own_seconds(step)
+        return lambda: _thread_seconds(step)
     return lambda: stopwatch.seconds(step)
 
 
-def _own_seconds(step: Callable[[], None]) -> float:
+def _thread_seconds(step: Callable[[], None]) -> float:
     """Return the CPU seconds of this thread."""
     start = time.thread_time()
     step()

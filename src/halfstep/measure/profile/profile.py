@@ -66,7 +66,7 @@ def profile(
     else:
         words, own_code = (), True
     skipped: dict[str, str] = {}
-    with _opened_for(measured, precision, device) as ask:
+    with _open_subject(measured, precision, device) as ask:
         found = _ask_all(ask, precision or AUTO, skipped, seconds, progress)
     asked_on = None if device is None else str(device)
     facts = replace(
@@ -141,7 +141,7 @@ class _ChildProcess(CandidateProcess):
 
 
 @contextmanager
-def _opened_for(subject: Subject | Case, precision: str | None, device: str | torch.device | None) -> Iterator[Ask]:
+def _open_subject(subject: Subject | Case, precision: str | None, device: str | torch.device | None) -> Iterator[Ask]:
     if isinstance(subject, Subject):
         with _ChildProcess(subject, precision, None if device is None else str(device)) as child:
             yield child.ask

@@ -97,11 +97,11 @@ def count(make_case: Callable[[], Case], setting: StepSetting, layout: RankLayou
     case = built(make_case, mode)
     settle(case.model)
     # The mesh has numbers, and is made before the mode.
-    with _without_peers(layout) as mesh, mode, numbers_refused("ranks are counted without computing any"):
+    with _fake_process_group(layout) as mesh, mode, numbers_refused("ranks are counted without computing any"):
         placed_model(case.model, _HOST, channels_last=False)  # a large recipe's model is built on no device
         if layout.shard_size == 1:
-            return _replicated(case, setting, precision, layout)
-        return _sharded(case, setting, precision, layout, mesh)
+            return _count_replicated(case, setting, precision, layout)
+        return _count_sharded(case, setting, precision, layout, mesh)
 
 
 @dataclass
@@ -151,7 +151,7 @@ class _Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _counted(
+def _make_counts(
     done: _Update, layout: RankLayout, collectives: Sequence[Collective], microbatches: int, **more: Any
 ) -> RankCounts:
     agreement = Collective(AGREEMENT, AGREEMENT_BYTES, layout.everyone, BACKWARD)
@@ -176,7 +176,7 @@ def _counted(
     )
 
 
-def _sharded(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout, mesh: Any) -> RankCounts:
+def _count_sharded(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout, mesh: Any) -> RankCounts:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     narrow = precision.narrow
@@ -187,12 +187,12 @@ def _sharded(case: Case, setting: StepSetting, precision: Precision, layout: Ran
     with replaced(_fsdp_param, "_chunk_with_empty", LazyChunks):
         apply_fully_shard(units, mesh, narrow)
     done = _update(case, setting, precision, layout)
-    flying = _in_flight(units, narrow, layout.shard_size)
-    holding = sum(1 for _, own in _own(units) if own)
-    return _counted(done, layout, done.collectives, setting.microbatches, units=holding, in_flight=flying)
+    flying = _peak_in_flight(units, narrow, layout.shard_size)
+    holding = sum(1 for _, own in _list_own_parameters(units) if own)
+    return _make_counts(done, layout, done.collectives, setting.microbatches, units=holding, in_flight=flying)
 
 
-def _own(units: Sequence[ShardUnit]) -> Iterator[tuple[ShardUnit, list[nn.Parameter]]]:
+def _list_own_parameters(units: Sequence[ShardUnit]) -> Iterator[tuple[ShardUnit, list[nn.Parameter]]]:
     """Yield each unit with its own parameters: those that no unit inside of it holds."""
     held: set[int] = set()
     for unit in units:
@@ -201,13 +201,13 @@ def _own(units: Sequence[ShardUnit]) -> Iterator[tuple[ShardUnit, list[nn.Parame
         yield unit, own
 
 
-def _in_flight(units: Sequence[ShardUnit], narrow: torch.dtype | None, shard: int) -> int:
+def _peak_in_flight(units: Sequence[ShardUnit], narrow: torch.dtype | None, shard: int) -> int:
     """Return the peak memory besides the shards: FSDP2 gathers one unit ahead, and reduces one behind.
 
     The model's own unit stays gathered from its forward to its backward, with its gradients once they exist.
     """
     sizes = []
-    for unit, own in _own(units):
+    for unit, own in _list_own_parameters(units):
         elements = sum(distributed.local(p).numel() for p in own) * shard
         gathered = elements * (narrow.itemsize if narrow is not None and not unit.wide else 4)
         sizes.append((gathered, elements * 4))
@@ -217,7 +217,7 @@ def _in_flight(units: Sequence[ShardUnit], narrow: torch.dtype | None, shard: in
 
 
 @contextmanager
-def _without_peers(layout: RankLayout) -> Iterator[Any]:
+def _fake_process_group(layout: RankLayout) -> Iterator[Any]:
     """Yield the mesh of a process group of which only this rank exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -244,7 +244,7 @@ class LazyChunks(Sequence[Tensor]):
         return self._tensor.narrow(self._dim, begin, min(each, rows - begin))
 
 
-def _replicated(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout) -> RankCounts:
+def _count_replicated(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout) -> RankCounts:
     if setting.recompute:
         checkpoint_activations(case.model)
     done = _update(case, setting, precision, layout)
@@ -258,4 +258,4 @@ def _replicated(case: Case, setting: StepSetting, precision: Precision, layout: 
         # Rank 0's buffers, one broadcast for each dtype: see step/replicated.py.
         by_dtype = itertools.groupby(sorted(case.model.buffers(), key=lambda b: str(b.dtype)), lambda b: b.dtype)
         sent += [Collective(BROADCAST, sum(b.nbytes for b in some), layout.everyone, FORWARD) for _, some in by_dtype]
-    return _counted(done, layout, sent, setting.microbatches, units=len(buckets), in_flight=sum(buckets))
+    return _make_counts(done, layout, sent, setting.microbatches, units=len(buckets), in_flight=sum(buckets))

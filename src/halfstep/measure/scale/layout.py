@@ -89,7 +89,7 @@ def layouts(world: int, nodes: int, sharding: str, shard: int | None) -> list[Ra
     if sharding not in SHARDINGS:
         raise UnknownName(f"sharding {sharding!r}", allowed=", ".join(SHARDINGS), do="--sharding auto, or leave it out")
     if shard is not None:
-        return [_with_size(world, nodes, sharding, shard)]
+        return [_layout_of_size(world, nodes, sharding, shard)]
     found = [RankLayout(world, nodes, size) for size in (1, *_groups(world, nodes), world)]
     found = list(dict.fromkeys(found))
     if sharding == AUTO:
@@ -114,7 +114,7 @@ def _groups(world: int, nodes: int) -> list[int]:
     return found
 
 
-def _with_size(world: int, nodes: int, sharding: str, shard: int) -> RankLayout:
+def _layout_of_size(world: int, nodes: int, sharding: str, shard: int) -> RankLayout:
     per_node = world // nodes
     whole = shard >= 1 and world % shard == 0 and (per_node % shard == 0 or shard % per_node == 0)
     if not whole:

@@ -99,7 +99,7 @@ class ScaleReport(JsonResult, ShownAsPage):
         blocks += [Heading("Links", "by bandwidth alone: a model" if self.links else ""), _seconds(self.layouts)]
         blocks += [Heading(f"Overhead outside the steps of {taken.name}"), _upkeep(taken.upkeep)]
         blocks += [Heading("Time left for steps", "at published rates of failure"), _goodput(taken.upkeep)]
-        blocks += note_blocks((*self.notes, *_assumed(self, taken.upkeep)))
+        blocks += note_blocks((*self.notes, *_list_assumptions(self, taken.upkeep)))
         return Page(f"a step of {self.case} on {self.counts.layout.world:,} ranks", tuple(blocks))
 
 
@@ -162,7 +162,7 @@ def _goodput(found: Upkeep) -> Table:
     return number_table("rate of", ["a failure every", "save every", "goodput"], rows)
 
 
-def _assumed(report: ScaleReport, found: Upkeep) -> list[str]:
+def _list_assumptions(report: ScaleReport, found: Upkeep) -> list[str]:
     given, links = found.assumed, report.links
     lines = [
         f"assumed: {given.copy_to_host / 1e9:g} GB/s from a rank to its host, {given.sha256 / 1e9:g} GB/s of "

@@ -55,7 +55,7 @@ def scale_report(
     """
     world, nodes = ranks_and_nodes(options.world, options.nodes)
     wanted = layouts(world, nodes, options.sharding, options.shard)
-    target = device_named(_one(options.estimate.devices, "--device") or HERE)
+    target = device_named(_require_one(options.estimate.devices, "--device") or HERE)
     try:
         with warnings.catch_warnings():
             # FSDP2 warns of views that a model returns; nothing is computed from them here.
@@ -93,7 +93,7 @@ def scale_report(
 Given = TypeVar("Given")
 
 
-def _one(given: Sequence[Given], name: str) -> Given | None:
+def _require_one(given: Sequence[Given], name: str) -> Given | None:
     if len(given) > 1:
         raise WrongUse(
             f"{name} {','.join(map(str, given))} with --world", allowed=f"one {name}", do=f"{name} {given[0]}"
@@ -103,12 +103,12 @@ def _one(given: Sequence[Given], name: str) -> Given | None:
 
 def _setting(case: Case, options: EstimateOptions, target: Target) -> StepSetting:
     """Return the setting of every rank: the case's own, in the device's precision unless another was requested."""
-    name = _one(options.precisions, "--precision") or OWN_PRECISION
+    name = _require_one(options.precisions, "--precision") or OWN_PRECISION
     (precision,) = precisions(target, replace(options, precisions=(name,)))
-    batch = _one(options.batches, "--batch") or case.setting.batch or size_of(case.batch)
+    batch = _require_one(options.batches, "--batch") or case.setting.batch or size_of(case.batch)
     recompute = case.setting.recompute
     if options.recompute != WHERE_NEEDED:
-        recompute = bool(_one(RECOMPUTE[options.recompute], "--recompute"))
+        recompute = bool(_require_one(RECOMPUTE[options.recompute], "--recompute"))
     return replace(case.setting, precision=precision, batch=batch, recompute=recompute, compile=False)
 
 
@@ -133,7 +133,7 @@ def _fill(
 def _row(counted: RankCounts, ledger: Ledger, target: Target, links: Links | None) -> LayoutCost:
     is_whole, average = counted.layout.shard_size == 1, ledger.at_peak["average"]
     average = average if is_whole else counted.weights * bool(average)
-    memory = _replicated(counted, ledger) if is_whole else _sharded(counted, ledger, average)
+    memory = _replicated_memory(counted, ledger) if is_whole else _sharded_memory(counted, ledger, average)
     crossed = total(counted.collectives)
     return LayoutCost(
         counts=counted,
@@ -147,14 +147,14 @@ def _row(counted: RankCounts, ledger: Ledger, target: Target, links: Links | Non
     )
 
 
-def _replicated(counted: RankCounts, ledger: Ledger) -> dict[str, int]:
+def _replicated_memory(counted: RankCounts, ledger: Ledger) -> dict[str, int]:
     """Return the memory of one device, plus DDP's buckets."""
     parts = {part: size for part, size in ledger.at_peak.items() if part not in WORKING}
     working = sum(ledger.at_peak[part] for part in WORKING)
     return {**parts, "activations": working, "in flight": counted.in_flight}
 
 
-def _sharded(counted: RankCounts, ledger: Ledger, average: int) -> dict[str, int]:
+def _sharded_memory(counted: RankCounts, ledger: Ledger, average: int) -> dict[str, int]:
     """Return the memory of a rank at its peak: in backward, or in the update, where only shards are left."""
     backward, update = ledger.working + counted.in_flight, ledger.updating // counted.layout.shard_size
     late = update > backward

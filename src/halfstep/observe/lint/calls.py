@@ -47,13 +47,13 @@ class Calls(TorchFunctionMode):
         if (found := masks.written(func, args, kwargs or {})) is not None:
             self._emit(found, "", running_line())
         if func in _BACKWARD:
-            self._emit(_loop("backward()", self._under()), "", running_line())
+            self._emit(_loop("backward()", self._describe_autocast()), "", running_line())
         return func(*args, **(kwargs or {}))
 
     def _steps(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self._emit(_loop(f"{type(optimizer).__name__}.step()", self._under()), "", running_line())
+        self._emit(_loop(f"{type(optimizer).__name__}.step()", self._describe_autocast()), "", running_line())
 
-    def _under(self) -> str:
+    def _describe_autocast(self) -> str:
         return ", under autocast" if torch.is_autocast_enabled(self._device_type) else ""
 
 

@@ -35,20 +35,20 @@ class Eps:
             return None
         for scalar in seen.scalars():
             if scalar and not seen.rounded(scalar):
-                return _vanished_eps_finding(seen, scalar, self._by_whose_rules(seen))
+                return _find_vanished_eps(seen, scalar, self._describe_rules(seen))
             bound = 1 - scalar if seen.packet is _aten.logit else scalar
             if seen.packet in (*_BOUNDS, _aten.logit) and abs(bound) < 1 == abs(seen.rounded(bound)):
                 return _is_one(seen, bound)
-        return _one_minus_nothing(seen) if seen.packet is _aten.rsub else None
+        return _find_vanished_beta(seen) if seen.packet is _aten.rsub else None
 
-    def _by_whose_rules(self, seen: NarrowOperation) -> str:
+    def _describe_rules(self, seen: NarrowOperation) -> str:
         of_a_norm = bool(seen.inputs) and seen.inputs[0].untyped_storage()._cdata in self._norms
         if not of_a_norm or seen.result.device.type != "cpu":
             return ""
         return "; by the CPU's rules: CUDA's autocast computes norms in fp32"
 
 
-def _vanished_eps_finding(seen: NarrowOperation, scalar: float, by: str) -> Finding | None:
+def _find_vanished_eps(seen: NarrowOperation, scalar: float, by: str) -> Finding | None:
     facts = torch.finfo(seen.result.dtype)
     return Finding(
         "eps-vanishes",
@@ -70,7 +70,7 @@ def _is_one(seen: NarrowOperation, bound: float) -> Finding:
     )
 
 
-def _one_minus_nothing(seen: NarrowOperation) -> Finding | None:
+def _find_vanished_beta(seen: NarrowOperation) -> Finding | None:
     """Return a finding for a schedule in a narrow format, where 1 - 1e-4 is 1; trained values may be that small."""
     given = seen.inputs[0]
     if not seen.has_values or given.requires_grad or not given.dim():

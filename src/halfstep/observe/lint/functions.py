@@ -52,7 +52,7 @@ class OwnFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _look(self, loss: Tensor) -> None:
-        for node, outputs in _reached(loss).items():
+        for node, outputs in _reached_nodes(loss).items():
             if not isinstance(node, BackwardCFunction):
                 continue
             function: Any = node._forward_cls  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ class OwnFunctions(TorchFunctionMode):
             # torchao rounds both sides to fp8 itself, whatever their formats.
             if function.__module__.startswith("torchao."):
                 continue
-            taken, given = _taken(node), _given(node, outputs)
+            taken, given = _taken_inputs(node), _given_outputs(node, outputs)
             mixed = len({is_narrow(one.dtype) for one in taken | given if not one.alone}) == 2
             if mixed and not _is_protected(node, function, given):
                 self._reported.add(function)
@@ -71,7 +71,7 @@ class OwnFunctions(TorchFunctionMode):
                 self._emit(_finding(function, taken, given, loss.device.type), self._module_of(node), line)
 
 
-def _reached(loss: Tensor) -> dict[Any, set[int]]:
+def _reached_nodes(loss: Tensor) -> dict[Any, set[int]]:
     """Return the nodes behind a loss, each with the indices of its outputs that the loss was computed from."""
     reached: dict[Any, set[int]] = {}
     ahead: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
@@ -86,10 +86,10 @@ def _reached(loss: Tensor) -> dict[Any, set[int]]:
     return reached
 
 
-def _taken(node: Any) -> set[TensorDtype]:
+def _taken_inputs(node: Any) -> set[TensorDtype]:
     """Return the inputs that a gradient goes to, and saved weights that are not trained; the graph knows no others."""
     edges = [(before, number) for before, number in node.next_functions if before is not None]
-    trained = {met for before, number in edges for met in _given(before, (number,))}
+    trained = {met for before, number in edges for met in _given_outputs(before, (number,))}
     saved = {
         TensorDtype(weight.dtype, weight.ndim == 0) for weight in _weights_saved(node) if weight.is_floating_point()
     }
@@ -105,7 +105,7 @@ def _weights_saved(node: Any) -> list[nn.Parameter]:
     return [tensor for tensor in saved if isinstance(tensor, nn.Parameter)]
 
 
-def _given(node: Any, outputs: Iterable[int]) -> set[TensorDtype]:
+def _given_outputs(node: Any, outputs: Iterable[int]) -> set[TensorDtype]:
     # For an output without a gradient, such as an index, autograd has no dtype and reports fp32.
     every = node._input_metadata
     described = [every[number] for number in outputs]
@@ -144,8 +144,8 @@ def _finding(function: Any, taken: set[TensorDtype], given: set[TensorDtype], de
     return Finding(
         ID,
         "warning",
-        f"{function.__name__} takes {_named(taken)} and gives {_named(given)}: its forward runs under autocast and "
-        "its backward does not, and nothing says which format is meant",
+        f"{function.__name__} takes {_name_formats(taken)} and returns {_name_formats(given)}: its forward runs under "
+        "autocast and its backward does not, and nothing says which format is meant",
         _fix(function, f'device_type="{device_type}"'),
     )
 
@@ -160,5 +160,5 @@ def _fix(function: Any, device: str) -> str:
     )
 
 
-def _named(met: set[TensorDtype]) -> str:
+def _name_formats(met: set[TensorDtype]) -> str:
     return " and ".join(sorted({name_of(one.dtype) for one in met})) or "no numbers"

@@ -70,7 +70,7 @@ class Lint:
 
     def spotted(self) -> tuple[Spotted, ...]:
         """Return the findings, errors first."""
-        merged = [_merged(group) for group in self._found.values()]
+        merged = [_merge_findings(group) for group in self._found.values()]
         order = {"error": 0, "warning": 1, "note": 2}
         return tuple(sorted(merged, key=lambda one: order[one.finding.severity]))
 
@@ -81,10 +81,10 @@ class Lint:
 
 def placed(finding: Finding, module: str, line: str | None) -> Finding:
     """Return a finding whose evidence starts with the location and whose fix names the module."""
-    return _merged([Spotted(finding, module, line)]).finding
+    return _merge_findings([Spotted(finding, module, line)]).finding
 
 
-def _merged(group: list[Spotted]) -> Spotted:
+def _merge_findings(group: list[Spotted]) -> Spotted:
     first = group[0]
     modules = tuple(dict.fromkeys(one.module for one in group))
     named = first.module not in ("", OUTSIDE)

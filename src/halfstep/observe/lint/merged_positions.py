@@ -18,8 +18,8 @@ def look(seen: NarrowOperation) -> Finding | None:
     """Return a finding for the cast of a sorted buffer, if some of its values become equal."""
     if seen.buffer is None or not seen.has_values or not seen.inputs[0].is_floating_point():
         return None
-    line = _in_order(seen.inputs[0])
-    return None if line is None else _merged(seen.buffer, line, seen.format)
+    line = _monotonic_values(seen.inputs[0])
+    return None if line is None else _merged_finding(seen.buffer, line, seen.format)
 
 
 def stored(model: nn.Module) -> list[tuple[str, Finding]]:
@@ -44,7 +44,7 @@ def stored(model: nn.Module) -> list[tuple[str, Finding]]:
     return found
 
 
-def _in_order(buffer: Tensor) -> Tensor | None:
+def _monotonic_values(buffer: Tensor) -> Tensor | None:
     """Return the values of a strictly monotonic buffer, or None."""
     if buffer.numel() < _FEWEST or max(buffer.shape) != buffer.numel():
         return None
@@ -53,7 +53,7 @@ def _in_order(buffer: Tensor) -> Tensor | None:
     return line if bool((steps > 0).all() | (steps < 0).all()) else None
 
 
-def _merged(name: str, line: Tensor, format: Format) -> Finding | None:
+def _merged_finding(name: str, line: Tensor, format: Format) -> Finding | None:
     left = line.to(format.dtype).unique().numel()
     if left == line.numel():
         return None

@@ -17,11 +17,11 @@ def look(seen: NarrowOperation) -> Finding | None:
     if not seen.has_values or not seen.inputs or not all(map(all_finite, seen.inputs)):
         return None
     if not all_finite(seen.result):
-        return _too_large(seen)
-    return _miscounted(seen) if seen.packet is _aten.cumsum else None
+        return _find_overflow(seen)
+    return _find_miscounted(seen) if seen.packet is _aten.cumsum else None
 
 
-def _too_large(seen: NarrowOperation) -> Finding | None:
+def _find_overflow(seen: NarrowOperation) -> Finding | None:
     wide = seen.in_fp32()
     if wide is None or not largest_finite(wide) > seen.format.largest:
         return None
@@ -35,7 +35,7 @@ def _too_large(seen: NarrowOperation) -> Finding | None:
     )
 
 
-def _miscounted(seen: NarrowOperation) -> Finding | None:
+def _find_miscounted(seen: NarrowOperation) -> Finding | None:
     """Return a finding for positions found by counting ones: neighbors become equal. A sum is rounded only once."""
     given = seen.inputs[0]
     counts = seen.format.largest_exact_integer

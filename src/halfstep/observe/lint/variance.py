@@ -83,7 +83,7 @@ class Differences:
         if known is not None and seen.packet in self._ends:
             return known[1] if self._is_a_root(seen) else None
         if seen.packet is _aten.sub and len(seen.inputs) == 2:
-            self._remember_finding(seen, self._cancelled(seen))
+            self._remember_finding(seen, self._find_cancellation(seen))
         elif known is not None and len(seen.inputs) == 1:
             self._remember_finding(seen, known[1])
         return None
@@ -96,7 +96,7 @@ class Differences:
             reference = StorageWeakRef(seen.result.untyped_storage())
             self._known[reference.cdata] = reference, finding
 
-    def _cancelled(self, seen: NarrowOperation) -> Finding | None:
+    def _find_cancellation(self, seen: NarrowOperation) -> Finding | None:
         first, second = seen.inputs
         if first.shape != second.shape or not first.is_floating_point():
             return None

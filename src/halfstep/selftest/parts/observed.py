@@ -31,7 +31,7 @@ def check(place: PartContext) -> Measured:
     shares = {precision.name: _measure_share(precision, place.device) for precision in place.native()}
     for precision in place.native():
         if precision.casts:
-            _refused(precision, place.device)
+            _require_refusal(precision, place.device)
     words = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     return Measured(f"{words} of the work", {"shares": shares})
 
@@ -53,7 +53,7 @@ def _measure_share(precision: Precision, device: torch.device) -> float:
     return found.share
 
 
-def _refused(precision: Precision, device: torch.device) -> None:
+def _require_refusal(precision: Precision, device: torch.device) -> None:
     model = _WithoutAutocast(convolutional_model(device), device)
     before = [p.detach().clone() for p in model.parameters()]
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision)

@@ -30,11 +30,11 @@ def check(place: PartContext) -> Measured:
     device, precision = place.device, place.chosen()
     samples, size = _SIZES.get(device.type, _LARGE)
     data = batch(device, samples=samples, size=size)
-    model, optimizer = _trained(device, precision)
+    model, optimizer = _make_trained(device, precision)
     stepper = Stepper(model, optimizer, precision=precision)
     arms = {
-        "by hand": _by_hand(device, precision, data),
-        "again": _by_hand(device, precision, data),
+        "by hand": _handwritten_step(device, precision, data),
+        "again": _handwritten_step(device, precision, data),
         "stepper": lambda: stepper.step(classified, data),
     }
     for arm in arms.values():
@@ -56,8 +56,8 @@ def check(place: PartContext) -> Measured:
     return Measured(words, figures | {"precision": precision.name})
 
 
-def _by_hand(device: torch.device, precision: Precision, data: Batch) -> Callable[[], object]:
-    model, optimizer = _trained(device, precision)
+def _handwritten_step(device: torch.device, precision: Precision, data: Batch) -> Callable[[], object]:
+    model, optimizer = _make_trained(device, precision)
     scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
 
     def step() -> float:
@@ -72,7 +72,7 @@ def _by_hand(device: torch.device, precision: Precision, data: Batch) -> Callabl
     return step
 
 
-def _trained(device: torch.device, precision: Precision) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _make_trained(device: torch.device, precision: Precision) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = copy.deepcopy(convolutional_model(device, width=32))
     precision.prepare(model, device)
     return model, torch.optim.AdamW(model.parameters(), 1e-4, fused=True)

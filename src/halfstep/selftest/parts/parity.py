@@ -25,8 +25,8 @@ def check(place: PartContext) -> Measured:
     chosen = place.chosen()
     # bf16 on a device that only emulates it gives the same numbers, slowly.
     narrow = chosen if chosen.casts else precision_named("bf16")
-    base = [_trained(place.device, precision_named("fp32"), seed) for seed in range(SEEDS)]
-    other = [_trained(place.device, narrow, seed) for seed in range(SEEDS)]
+    base = [_train_and_validate(place.device, precision_named("fp32"), seed) for seed in range(SEEDS)]
+    other = [_train_and_validate(place.device, narrow, seed) for seed in range(SEEDS)]
     margin = margin_of(base, points=half_a_point(base, higher_is_better=False))
     found = parity(base, other, margin, higher_is_better=False)
     mean = sum(base) / SEEDS
@@ -37,7 +37,7 @@ def check(place: PartContext) -> Measured:
     return Measured(words, figures)
 
 
-def _trained(device: torch.device, precision: Precision, seed: int) -> float:
+def _train_and_validate(device: torch.device, precision: Precision, seed: int) -> float:
     """Return the loss on data that was not trained on; the seed decides which samples are."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -57,10 +57,10 @@ class _Model(nn.Module):
 def check(place: PartContext) -> Measured:
     """Plant both, and compare what is named with what was planted."""
     overflow = _verdict(_Overflow(), precision_named("fp16"), place.device)
-    _named(overflow, "aten.mul", PRECISION)
+    _require_named(overflow, "aten.mul", PRECISION)
     islands = [remedy for remedy in overflow.remedies if remedy.kind == "island" and remedy.works]
     require(bool(islands), "no island was found that fixes an overflow of fp16")
-    _named(_verdict(_Logarithm(), place.chosen(), place.device), "aten.log", CODE)
+    _require_named(_verdict(_Logarithm(), place.chosen(), place.device), "aten.log", CODE)
     figures = {"planted": 2, "place": _PLACE, "remedy": islands[0].target}
     return Measured("2 of 2 named, and an island as the remedy", figures)
 
@@ -85,7 +85,7 @@ def _loss(model: nn.Module, inputs: Tensor) -> Tensor:
     return loss
 
 
-def _named(verdict: Verdict, operation: str, cause: Cause) -> None:
+def _require_named(verdict: Verdict, operation: str, cause: Cause) -> None:
     found = verdict.culprit
     where = f"{found.operation or found.outside} in {found.module or 'the model'}" if found else "nothing"
     right = found is not None and found.operation.startswith(operation) and found.module == _PLACE

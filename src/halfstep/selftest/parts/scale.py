@@ -33,7 +33,7 @@ def check(place: PartContext) -> Measured:
     """Compare one update with fp32's, then follow a dynamic scale through an overflow."""
     error = _update_error(place.device)
     require(error <= _TOLERANCE, f"an update in fp16 differs from fp32's by {error:.1%} of its norm")
-    falls = _followed(place.device)
+    falls = _follow_scale(place.device)
     figures = {"update_error": error, "falls": falls}
     return Measured(f"update {error:.2%} off fp32's, {falls} halvings", figures)
 
@@ -50,7 +50,7 @@ def _update_error(device: torch.device) -> float:
     return float((scaled.weights() - before - wanted).norm() / wanted.norm())
 
 
-def _followed(device: torch.device) -> int:
+def _follow_scale(device: torch.device) -> int:
     """Follow a scale that begins too high; return how often it fell before the first update."""
     scaled = _Scaled(device, DynamicScale(init_scale=2.0**24, growth_interval=2))
     before, last, falls = scaled.weights(), 2.0**24, 0

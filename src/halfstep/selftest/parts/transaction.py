@@ -68,17 +68,17 @@ def _check(trained: _Trained) -> int:
     before = trained.state()
     trained.update()
     moved = trained.state()
-    still = [key for key in before if key.startswith("Sequential") and _same(before[key], moved[key])]
-    require(not still, f"{name}: an applied step left {_some(still)} where it was")
+    still = [key for key in before if key.startswith("Sequential") and _is_equal(before[key], moved[key])]
+    require(not still, f"{name}: an applied step left {_shorten_names(still)} where it was")
     images, classes = batch(trained.device)
     spoiled = Window([batch(trained.device, seed=2), (images * float("nan"), classes)])
     report = trained.stepper.step(classified, spoiled)
     require(report.reason == LOSS_NOT_FINITE, f"{name}: a NaN in the batch ended as {report.reason or 'applied'}")
-    _unmoved(trained, moved, f"{name}: a skipped step moved")
+    _require_unmoved(trained, moved, f"{name}: a skipped step moved")
     try:
         trained.stepper.step(_raising, batch(trained.device, seed=3))
     except _LossRaised:
-        _unmoved(trained, moved, f"{name}: a step that ended in an error moved")
+        _require_unmoved(trained, moved, f"{name}: a step that ended in an error moved")
     else:
         raise PartFailed(f"{name}: an error of the loss function was lost")
     trained.update()
@@ -90,13 +90,13 @@ def _raising(model: nn.Module, batch: Batch) -> Tensor:
     raise _LossRaised
 
 
-def _unmoved(trained: _Trained, before: Mapping[str, object], otherwise: str) -> None:
+def _require_unmoved(trained: _Trained, before: Mapping[str, object], otherwise: str) -> None:
     now = trained.state()
-    moved = [key for key in {**before, **now} if not _same(before.get(key), now.get(key))]
-    require(not moved, f"{otherwise} {_some(moved)}")
+    moved = [key for key in {**before, **now} if not _is_equal(before.get(key), now.get(key))]
+    require(not moved, f"{otherwise} {_shorten_names(moved)}")
 
 
-def _some(names: list[str]) -> str:
+def _shorten_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -106,7 +106,7 @@ def _leaves(owner: Any) -> Iterator[tuple[str, Any]]:
         yield name, leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return bool(type(one) is type(other) and one == other)

@@ -276,7 +276,7 @@ def cached(
     words = distributed.rank_zero_or_raise(lambda: words_of(encoding, source, parts))
     key = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
     chunks = Chunks(cache_folder() / FOLDER / key, key, len(source))
-    lacking = distributed.all_gather_or_raise(lambda: _lacking(encoding, source, chunks))
+    lacking = distributed.all_gather_or_raise(lambda: _list_missing_chunks(encoding, source, chunks))
     missing = sorted({chunk for some in lacking for chunk in some})
     encoder = ChunkEncoder(encoding, source, chunks, parts["format"], on_progress)
     encoder.fill(missing, distributed.rank(), distributed.size())
@@ -353,7 +353,7 @@ class ChunkEncoder:
         )
 
 
-def _lacking(encoding: Encoding, source: Source, chunks: Chunks) -> list[int]:
+def _list_missing_chunks(encoding: Encoding, source: Source, chunks: Chunks) -> list[int]:
     """Return the chunks that must be encoded, among those this rank has to check on its host."""
     first, step = here()
 

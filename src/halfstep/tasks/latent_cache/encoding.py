@@ -63,7 +63,7 @@ class Encoding:
             return
         ready = Ready(source, numbers, self.image_of, self.shape(source))
         loader = ValLoader(
-            ValSamples(ready, _as_it_is, seed=0),
+            ValSamples(ready, _keep_sample, seed=0),
             batch_size=self.batch_size,
             collate=default_collate,
             workers=self.workers,
@@ -140,7 +140,7 @@ def evenly(count: int, most: int) -> list[int]:
     return [place * count // taken for place in range(taken)]
 
 
-def _as_it_is(sample: Sample) -> Sample:
+def _keep_sample(sample: Sample) -> Sample:
     return sample
 
 
@@ -158,7 +158,7 @@ def measured_scale(moments: Iterable[Tensor]) -> float:
 
     Raise `BadData` if the latents are non-finite or constant.
     """
-    count, deviation = _spread(moments)
+    count, deviation = _measure_spread(moments)
     if not SMALLEST < deviation < math.inf:
         raise BadData(
             f"the standard deviation of {count:,.0f} latent values is {deviation:g}",
@@ -174,7 +174,7 @@ def doubts(scale: float, moments: Iterable[Tensor]) -> list[str]:
     diffusers writes a scaling_factor into every config, by default that of another autoencoder. Non-finite latents give
     no warning here: the run starts, and its guard locates their origin.
     """
-    deviation = scale * _spread(islice(moments, ENOUGH))[1]
+    deviation = scale * _measure_spread(islice(moments, ENOUGH))[1]
     if not math.isfinite(deviation) or 1.0 / FAR <= deviation <= FAR:
         return []
     return [
@@ -183,7 +183,7 @@ def doubts(scale: float, moments: Iterable[Tensor]) -> list[str]:
     ]
 
 
-def _spread(moments: Iterable[Tensor]) -> tuple[float, float]:
+def _measure_spread(moments: Iterable[Tensor]) -> tuple[float, float]:
     """Return how many numbers there are and their standard deviation over all ranks, in float64; NaN where there is
     none.
 

@@ -28,7 +28,7 @@ def imagewise_model(options: Any, channels: int, outputs: int, size: int) -> nn.
         return model
 
     try:
-        model = _pretrained(build, options, settings) if options.weights == "pretrained" else build()
+        model = _build_pretrained(build, options, settings) if options.weights == "pretrained" else build()
     # Some of halfstep's errors derive from ValueError too, and must not be wrapped again.
     except HalfstepError:
         raise
@@ -51,7 +51,7 @@ def expected_pixels(options: Any, channels: int) -> Pixels:
     return Pixels(tuple(settings.mean), tuple(settings.std)) if settings else usual(channels)
 
 
-def _pretrained(build: Any, options: Any, settings: Any) -> nn.Module:
+def _build_pretrained(build: Any, options: Any, settings: Any) -> nn.Module:
     if settings is None or not (settings.hf_hub_id or settings.url):
         raise BadRecipe(
             f"model.weights=pretrained with model.name={options.name}",

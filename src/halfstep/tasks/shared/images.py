@@ -175,7 +175,7 @@ def tiled(model: Forward, images: Tensor, tile: int, overlap: int, stride: int =
     """
     height, width = images.shape[-2:]
     if height <= tile and width <= tile:
-        return _padded(model, images, stride)
+        return _pad(model, images, stride)
     tops, lefts = _starts(height, tile, overlap), _starts(width, tile, overlap)
     places = list(itertools.product(range(len(images)), tops, lefts))
     high, wide = min(tile, height), min(tile, width)
@@ -184,7 +184,7 @@ def tiled(model: Forward, images: Tensor, tile: int, overlap: int, stride: int =
     for begin in range(0, len(places), AT_ONCE):
         chunk = places[begin : begin + AT_ONCE]
         crops = torch.stack([images[n, :, y : y + high, x : x + wide] for n, y, x in chunk])
-        outs = _padded(model, crops, stride)
+        outs = _pad(model, crops, stride)
         if total is None:
             total = outs.new_zeros(len(images), outs.shape[1], height, width)
         for (n, y, x), out in zip(chunk, outs, strict=True):
@@ -213,7 +213,7 @@ def each_in_its_size(forward: Forward, images: Tensor, sizes: list[tuple[int, in
     return out
 
 
-def _padded(model: Forward, images: Tensor, stride: int) -> Tensor:
+def _pad(model: Forward, images: Tensor, stride: int) -> Tensor:
     height, width = images.shape[-2:]
     below, right = -height % stride, -width % stride
     if not (below or right):

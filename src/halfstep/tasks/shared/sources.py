@@ -156,7 +156,7 @@ def labeled(data: Any, known: Sequence[str] = (), store: Any = None) -> tuple[di
         return found
 
     sources = both(data, folder if data.name == "folder" else shards)
-    return _complete(sources, "label"), _as_many(names, data)
+    return _complete(sources, "label"), _require_class_count(names, data)
 
 
 def pictured(data: Any, condition: str, store: Any = None) -> tuple[dict[Split, Source], list[str]]:
@@ -281,7 +281,7 @@ def _complete(sources: dict[Split, Source], part: str) -> dict[Split, Source]:
     return sources
 
 
-def _as_many(names: list[str], data: Any) -> list[str]:
+def _require_class_count(names: list[str], data: Any) -> list[str]:
     if data.classes is None or data.classes == len(names):
         return names
     if data.name == "folder" or data.classes < len(names):

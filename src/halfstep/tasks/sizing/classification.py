@@ -75,7 +75,7 @@ def _network(choices: Choices, facts: SetFacts, machine: Machine) -> tuple[str, 
     """Return the first rung at which enough images fit into the time, with a size not above that of the images."""
     seconds = wanted_minutes(machine) * 60
     if 0 < facts.shorter <= SMALL:
-        return _small(choices, facts)
+        return _size_small_images(choices, facts)
     ladder = [rung for rung in LADDER if facts.images >= MANY or rung.model not in ("resnet50", "resnet34")]
     # ResNets halve an image five times, so sizes are multiples of 32.
     largest = max(64, facts.shorter // 32 * 32)
@@ -93,7 +93,7 @@ def _network(choices: Choices, facts: SetFacts, machine: Machine) -> tuple[str, 
     return model, int(choices.choose("data.size", size, why)), bool(choices.given.get("model.small_stem"))
 
 
-def _small(choices: Choices, facts: SetFacts) -> tuple[str, int, bool]:
+def _size_small_images(choices: Choices, facts: SetFacts) -> tuple[str, int, bool]:
     why = f"the images have {facts.shorter} pixels"
     model = choices.choose("model.name", "resnet18", "the usual network for small images")
     size = choices.choose("data.size", 32 if facts.shorter <= 40 else 64, why)

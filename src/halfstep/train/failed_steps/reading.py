@@ -115,7 +115,7 @@ class StepRecord(BaseModel):
     """Why there are no tensors; empty if there are."""
 
     @field_serializer("report")
-    def _with_names(self, report: StepReport) -> dict[str, Any]:
+    def _name_fields(self, report: StepReport) -> dict[str, Any]:
         """Return the report by field names: a record is also read by people."""
         return {**report._asdict(), "parts": {name: part._asdict() for name, part in report.parts.items()}}
 
@@ -145,10 +145,10 @@ def read(place: CheckpointDir) -> Record:
     with _damage_of(place.path):
         refuse_strangers(place.path)
         manifest = read_manifest(place)
-        return Record(place, manifest, _checked(_state(place.path, manifest, 0)["record"], place))
+        return Record(place, manifest, _check_record(_state(place.path, manifest, 0)["record"], place))
 
 
-def _checked(plain: Any, place: CheckpointDir) -> StepRecord:
+def _check_record(plain: Any, place: CheckpointDir) -> StepRecord:
     form = plain["format"]
     if type(form) is int:
         same_form(place.path, FORMAT, form, for_earlier="replay it with the version that wrote it")
@@ -203,7 +203,9 @@ def _damage_of(place: Path) -> Iterator[None]:
             raise
         words = str(getattr(error, "strerror", None) or error)[:200] or type(error).__name__
         raise BadData(
-            f"{place} cannot be used: {words}", allowed="a failed step written by halfstep", do=_another(place)
+            f"{place} cannot be used: {words}",
+            allowed="a failed step written by halfstep",
+            do=_older_step_advice(place),
         ) from error
 
 
@@ -212,7 +214,7 @@ def replay_call(run: Path, attempt: int) -> str:
     return advice(f"halfstep replay {run} --attempt {attempt}", f'halfstep.replay("{run}", attempt={attempt})')
 
 
-def _another(place: Path) -> str:
+def _older_step_advice(place: Path) -> str:
     """Return how to choose an older step: following this advice repeatedly comes to an end."""
     run = run_of(place)
     older = [one.attempt for one in recorded_in(run) if one.name < place.name]
@@ -284,7 +286,7 @@ def load_attempt(record: Record, rank: int, loss_fn: LossFunction, device: torch
             loss_fn,
             microbatches,
             own["only"],
-            _for_this_device(own["generators"], device),
+            _fit_to_device(own["generators"], device),
             {str(name): _factor(*factor) for name, factor in own["factors"].items()},
             # Which tensors were written to is not kept: none of the versions is known.
             () if record.step.batch_changed else versions_of(microbatches),
@@ -295,7 +297,7 @@ def _factor(scale: Any, base: Any) -> Factor:
     return Factor(float(scale), None if base is None else float(base))
 
 
-def _for_this_device(states: list[Tensor], device: torch.device) -> list[Tensor]:
+def _fit_to_device(states: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return the random states; those of another kind of device are replaced by this device's own."""
     here = generator_states(device)
     fitting = [own.shape == found.shape and own.dtype == found.dtype for own, found in zip(here, states, strict=False)]

@@ -25,7 +25,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             f"autocast is open around the loop of line {loop.lineno}, which updates weights: the 16-bit copies of "
             "weights that autocast makes are kept until it ends, so that every step computes with the first weights",
             "open autocast inside the loop, around the forward pass and the loss only",
-            _turned_inside_out(facts, autocast, loop),
+            _move_autocast_inside(facts, autocast, loop),
         )
 
 
@@ -44,7 +44,7 @@ def updating_loop(facts: Facts, autocast: Autocast) -> ast.For | ast.AsyncFor | 
     return None
 
 
-def _turned_inside_out(facts: Facts, autocast: Autocast, loop: ast.For | ast.AsyncFor | ast.While) -> Patch:
+def _move_autocast_inside(facts: Facts, autocast: Autocast, loop: ast.For | ast.AsyncFor | ast.While) -> Patch:
     """Return the patch for a loop that is alone in its autocast: the forward pass stays inside, the rest moves out."""
     script, patch = facts.script, facts.script.patch()
     outer = script.parents[loop]

@@ -36,7 +36,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             f"`{facts.script.text(call)[:60]}` runs inside the {autocast}: torch requires the backward pass outside, "
             "where its operations use the formats of the forward pass",
             "end autocast after the loss, and call backward outside of it",
-            _moved_out(facts, call, autocast),
+            _move_backward_out(facts, call, autocast),
         )
 
 
@@ -53,7 +53,7 @@ def _is_off_there(facts: Facts, call: ast.Call, autocast: Autocast) -> bool:
     return False
 
 
-def _moved_out(facts: Facts, call: ast.Call, autocast: Autocast) -> Patch:
+def _move_backward_out(facts: Facts, call: ast.Call, autocast: Autocast) -> Patch:
     script, patch = facts.script, facts.script.patch()
     at = script.statement(call)
     outer = script.parents[at]

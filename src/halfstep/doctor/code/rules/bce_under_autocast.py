@@ -22,7 +22,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     if "BCELoss" not in facts.script.source and "binary_cross_entropy" not in facts.script.source:
         return
     for call in facts.script.calls():
-        made = _made(facts.script, call)
+        made = _find_construction(facts.script, call)
         if made is None and not facts.script.is_one_of(call.func, _FUNCTIONS):
             continue
         for autocast in facts.autocasts.over(call)[:1]:
@@ -35,21 +35,21 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                 f"`{facts.script.text(call)[:80]}` runs under the {autocast}, and CUDA's autocast refuses it: "
                 "'binary_cross_entropy and BCELoss are unsafe to autocast'",
                 "leave the sigmoid out and use binary_cross_entropy_with_logits or BCEWithLogitsLoss",
-                _mended(facts, call, made, autocast),
+                _fix_loss(facts, call, made, autocast),
             )
 
 
-def _made(script: Script, call: ast.Call) -> ast.Call | None:
+def _find_construction(script: Script, call: ast.Call) -> ast.Call | None:
     """Return the `nn.BCELoss(...)` behind a call of a criterion."""
     value = call.func if isinstance(call.func, ast.Call) else script.value(call.func)
     is_loss = isinstance(value, ast.Call) and script.is_one_of(value.func, _LOSSES)
     return value if is_loss and isinstance(value, ast.Call) else None
 
 
-def _mended(facts: Facts, call: ast.Call, made: ast.Call | None, autocast: Autocast) -> Patch:
+def _fix_loss(facts: Facts, call: ast.Call, made: ast.Call | None, autocast: Autocast) -> Patch:
     script, patch = facts.script, facts.script.patch()
     logits = _logits(script, call.args[0]) if call.args else None
-    uses = [one for one in script.calls() if made is not None and _made(script, one) is made]
+    uses = [one for one in script.calls() if made is not None and _find_construction(script, one) is made]
     if logits is not None and len(uses) <= 1:
         patch.replace(call.args[0], script.text(logits))
         _rename(patch, made.func if made is not None else call.func)

@@ -27,7 +27,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             f"`{facts.script.text(clip)[:80]}` clips gradients that still have the loss scale of `{step.scaler}`, "
             "65536 by default: the effective threshold is smaller by this factor",
             f"put `{step.scaler}.unscale_({optimizer})` before it",
-            _unscaled_first(facts, clip, step, optimizer),
+            _insert_unscale(facts, clip, step, optimizer),
         )
 
 
@@ -66,7 +66,7 @@ def _has_other_test(facts: Facts, clip: ast.Call, step: ScalerCall) -> bool:
     return bool(own & other)
 
 
-def _unscaled_first(facts: Facts, clip: ast.Call, step: ScalerCall, optimizer: str) -> Patch:
+def _insert_unscale(facts: Facts, clip: ast.Call, step: ScalerCall, optimizer: str) -> Patch:
     patch, script = facts.script.patch(), facts.script
     statement = script.statement(clip)
     # If the step is under a separate condition, as in accumulation, unscaling has to move there too.

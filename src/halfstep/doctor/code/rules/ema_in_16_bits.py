@@ -37,7 +37,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             f"`{path}` is an average in {format}: a change of less than {_LOST[format]} of a weight rounds away, and "
             "with a decay of 0.999 or more that is nearly every one, so that the average never moves",
             f"keep the average in fp32: {path}.float()",
-            _widened(script, node, format),
+            _widen_average(script, node, format),
         )
 
 
@@ -80,7 +80,7 @@ def _is_widened(script: Script, path: str) -> bool:
     return False
 
 
-def _widened(script: Script, node: ast.Assign, format: Named) -> Patch:
+def _widen_average(script: Script, node: ast.Assign, format: Named) -> Patch:
     patch, value = script.patch(), node.value
     is_own = isinstance(value, ast.Call) and cast_to(script, value) == format and len(value.args) <= 1
     if is_own and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):

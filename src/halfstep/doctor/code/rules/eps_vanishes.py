@@ -23,7 +23,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     for node in facts.script.every(ast.BinOp):
         if not isinstance(node.op, ast.Div) or not isinstance(node.right, ast.BinOp):
             continue
-        found = _small(facts.script, node.right)
+        found = _find_vanishing_eps(facts.script, node.right)
         if found is None or not _is_fp16(facts, found[0]):
             continue
         constant, eps = found[1], facts.script.constant(found[1])
@@ -40,7 +40,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         )
 
 
-def _small(script: Script, total: ast.BinOp) -> tuple[ast.expr, ast.expr] | None:
+def _find_vanishing_eps(script: Script, total: ast.BinOp) -> tuple[ast.expr, ast.expr] | None:
     """Return y and eps of `y + eps`, where eps is 0 in fp16."""
     if not isinstance(total.op, ast.Add):
         return None

@@ -30,10 +30,10 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         if facts.script.constant(argument(call, "accelerator")) == "cpu" and facts.script.constant(given) in _FP16:
             evidence = "`accelerator='cpu'` with fp16 precision: Lightning puts bf16-mixed in its place"
             yield _instead(facts.script, call, given, evidence, '"bf16-mixed"')
-    yield from _of_autocast(facts)
+    yield from _check_autocasts(facts)
 
 
-def _of_autocast(facts: Facts) -> Iterator[LocatedFinding]:
+def _check_autocasts(facts: Facts) -> Iterator[LocatedFinding]:
     for autocast in facts.autocasts.on:
         if autocast.device != "cpu" or autocast.format != "fp16":
             continue

@@ -26,7 +26,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     if not certain or not facts.optimizer_steps or _scales_somehow(facts):
         return
     for call in facts.backwards:
-        if (autocast := _where_from(facts, call, certain)) is not None:
+        if (autocast := _find_autocast(facts, call, certain)) is not None:
             loss = script.text(call.func.value) if isinstance(call.func, ast.Attribute) else "the loss"
             device = autocast.device or "cuda"
             yield script.finding(
@@ -37,7 +37,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                 "below 6e-8 become 0, with no error",
                 f'scaler = torch.amp.GradScaler("{device}"); scaler.scale({loss}).backward(); '
                 "scaler.step(optimizer); scaler.update(); or compute in bf16: dtype=torch.bfloat16",
-                _with_scaler(facts, call, device),
+                _add_scaler(facts, call, device),
             )
 
 
@@ -54,7 +54,7 @@ def _scales_somehow(facts: Facts) -> bool:
     return any(_SCALED.search(word) for word in words | imported | sources)
 
 
-def _where_from(facts: Facts, call: ast.Call, certain: list[Autocast]) -> Autocast | None:
+def _find_autocast(facts: Facts, call: ast.Call, certain: list[Autocast]) -> Autocast | None:
     """Return the autocast under which a loss was computed: a plain variable that is assigned inside of it."""
     loss = call.func.value if isinstance(call.func, ast.Attribute) else None
     if not isinstance(loss, ast.Name) or call.args:
@@ -69,7 +69,7 @@ def _where_from(facts: Facts, call: ast.Call, certain: list[Autocast]) -> Autoca
     return None
 
 
-def _with_scaler(facts: Facts, call: ast.Call, device: str) -> Patch:
+def _add_scaler(facts: Facts, call: ast.Call, device: str) -> Patch:
     """Return the patch for the plain case: one loop, one backward pass, one step, nothing that follows a schedule."""
     script, patch = facts.script, facts.script.patch()
     scope = script.scopes[call]

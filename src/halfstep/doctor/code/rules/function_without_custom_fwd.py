@@ -27,7 +27,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         forward = methods.get("forward")
         if forward is None or not _is_cast(forward) or any(_says(facts, one) for one in methods.values()):
             continue
-        for call in _applied(facts, owner):
+        for call in _find_applied(facts, owner):
             device = facts.autocasts.over(call)[0].device or "cuda"
             yield facts.script.finding(
                 "function_without_custom_fwd",
@@ -36,12 +36,12 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                 f"`{owner.name}.forward` multiplies in 16 bits where line {call.lineno} applies it under autocast, and "
                 "its backward runs without autocast, on tensors of two formats",
                 f'decorate forward with torch.amp.custom_fwd(device_type="{device}"), and backward with custom_bwd',
-                _decorated(facts, methods, device),
+                _add_decorators(facts, methods, device),
             )
             break
 
 
-def _applied(facts: Facts, owner: ast.ClassDef) -> Iterator[ast.Call]:
+def _find_applied(facts: Facts, owner: ast.ClassDef) -> Iterator[ast.Call]:
     """Yield the calls of `apply` that may run under an autocast."""
     for call in facts.script.calls():
         is_apply = method(call) == "apply" and isinstance(call.func, ast.Attribute)
@@ -67,7 +67,7 @@ def _says(facts: Facts, function: Function) -> bool:
     return bool(words & {"custom_fwd", "custom_bwd"}) or "autocast" in set(words_in(function))
 
 
-def _decorated(facts: Facts, methods: dict[str, Function], device: str) -> Patch:
+def _add_decorators(facts: Facts, methods: dict[str, Function], device: str) -> Patch:
     patch = facts.script.patch()
     if "backward" not in methods or "torch" not in facts.script.names(ast.Name("torch", ast.Load())):
         patch.spoil()

@@ -23,11 +23,11 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             f"{found.optimizer.lineno} trains it: updates below 1/2048 of a weight are lost, and a GradScaler refuses "
             "with 'Attempting to unscale FP16 gradients'",
             "leave trained weights in fp32, and let torch.autocast compute in 16 bits",
-            _left_wide(facts, found),
+            _remove_cast(facts, found),
         )
 
 
-def _left_wide(facts: Facts, found: Fp16Optimizer) -> Patch:
+def _remove_cast(facts: Facts, found: Fp16Optimizer) -> Patch:
     """Return the patch that takes the cast away, where nothing else in the file is cast to match."""
     script, patch = facts.script, facts.script.patch()
     others = [call for call in script.calls() if cast_to(script, call) == "fp16" and call is not found.cast]

@@ -15,10 +15,10 @@ from halfstep.doctor.located import LocatedFinding
 def look(facts: Facts) -> Iterator[LocatedFinding]:
     """Yield a finding for the last step of every scaler of this file that nothing updates."""
     steps = facts.scalers.of("step")
-    updated = {_last(one.scaler) for one in facts.scalers.of("update")}
+    updated = {_last_name(one.scaler) for one in facts.scalers.of("update")}
     for scaler in sorted({one.scaler for one in steps}):
         last = [one for one in steps if one.scaler == scaler][-1]
-        if _last(scaler) in updated or not _runs_again(facts, last) or _is_given_away(facts, last):
+        if _last_name(scaler) in updated or not _runs_again(facts, last) or _is_given_away(facts, last):
             continue
         patch = facts.script.patch()
         statement = facts.script.statement(last.call)
@@ -53,5 +53,5 @@ def _is_given_away(facts: Facts, step: ScalerCall) -> bool:
     return "." in step.scaler and not step.scaler.startswith("self.")
 
 
-def _last(path: str) -> str:
+def _last_name(path: str) -> str:
     return path.rpartition(".")[2]

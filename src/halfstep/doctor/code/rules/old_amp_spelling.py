@@ -36,7 +36,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         calls[0],
         f"`{old}` is deprecated since torch 2.4, and says so in a FutureWarning at every call{also}",
         f'write torch.amp.{name}("{device}", ...)',
-        _respelled(script, calls),
+        _respell_calls(script, calls),
     )
 
 
@@ -50,10 +50,10 @@ def _is_fallback(script: Script, call: ast.Call) -> bool:
     return False
 
 
-def _respelled(script: Script, calls: list[ast.Call]) -> Patch:
+def _respell_calls(script: Script, calls: list[ast.Call]) -> Patch:
     patch = script.patch()
     for call in sorted(calls, key=lambda one: (one.lineno, one.col_offset), reverse=True):
-        patch.replace(call, _new(script, call, patch))
+        patch.replace(call, _new_spelling(script, call, patch))
     for source in script.every(ast.ImportFrom):
         if source.module in ("torch.cuda.amp", "torch.cpu.amp"):
             if {alias.name for alias in source.names} <= _MOVED and script.scopes[source] is script.tree:
@@ -64,7 +64,7 @@ def _respelled(script: Script, calls: list[ast.Call]) -> Patch:
     return patch
 
 
-def _new(script: Script, call: ast.Call, patch: Patch) -> str:
+def _new_spelling(script: Script, call: ast.Call, patch: Patch) -> str:
     old = min(script.names(call.func))
     device, name = old.split(".")[1], old.rpartition(".")[2]
     given = [script.text(one) for one in call.args]

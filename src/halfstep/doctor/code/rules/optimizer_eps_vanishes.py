@@ -33,11 +33,11 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             f"{name}'s eps of {eps:g} is 0 in fp16, the format of `{found.module}` (line {found.cast.lineno}): a "
             "weight whose gradient is 0 becomes 0 / 0, NaN after the first step",
             "leave trained weights in fp32; or pass an eps that fp16 can represent: eps=1e-4",
-            _with_eps(facts, call, given),
+            _set_eps(facts, call, given),
         )
 
 
-def _with_eps(facts: Facts, call: ast.Call, given: ast.expr | None) -> Patch:
+def _set_eps(facts: Facts, call: ast.Call, given: ast.expr | None) -> Patch:
     patch = facts.script.patch()
     if isinstance(given, ast.Constant):
         patch.replace(given, "1e-4")

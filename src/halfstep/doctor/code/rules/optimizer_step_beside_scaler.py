@@ -18,7 +18,7 @@ _SWITCH = re.compile(r"amp|scal|fp16|half|mixed|precision|cuda", re.IGNORECASE)
 def look(facts: Facts) -> Iterator[LocatedFinding]:
     """Yield a finding for every `optimizer.step()` that one pass reaches together with the scaler's step of it."""
     for path, call in facts.optimizer_steps:
-        step = _scaled_step(facts, path, call)
+        step = _find_scaled_step(facts, path, call)
         if step is None:
             continue
         patch = facts.script.patch()
@@ -34,7 +34,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         )
 
 
-def _scaled_step(facts: Facts, path: str, call: ast.Call) -> ScalerCall | None:
+def _find_scaled_step(facts: Facts, path: str, call: ast.Call) -> ScalerCall | None:
     script, scope = facts.script, facts.script.scopes[call]
     for step in facts.scalers.of("step", scope):
         reached = follows(script, step.call, call) or follows(script, call, step.call)

@@ -15,7 +15,7 @@ _GRAD = frozenset({"torch.autograd.grad"})
 
 def look(facts: Facts) -> Iterator[LocatedFinding]:
     """Yield a finding for every `autograd.grad(..., create_graph=True)` of unscaled scores under fp16 autocast."""
-    for call in _under_autocast(facts):
+    for call in _find_unscaled_penalties(facts):
         near = facts.autocasts.around(call)
         yield facts.script.finding(
             "penalty_under_autocast",
@@ -28,7 +28,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         )
 
 
-def _under_autocast(facts: Facts) -> Iterator[ast.Call]:
+def _find_unscaled_penalties(facts: Facts) -> Iterator[ast.Call]:
     """Yield the unscaled penalties under fp16 autocast, and calls there of functions that compute one."""
     script = facts.script
     penalties = [

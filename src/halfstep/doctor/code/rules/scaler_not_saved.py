@@ -52,7 +52,7 @@ def _saves_scaler(facts: Facts) -> bool:
         path = receiver(call) or ""
         if method(call) in ("state_dict", "load_state_dict") and (path in paths or _SCALER.search(path)):
             return True
-        if _SAVES.search(_called(call)) and any(
+        if _SAVES.search(_called_name(call)) and any(
             _is_scaler(one, paths) for one in [*call.args, *(keyword.value for keyword in call.keywords)]
         ):
             return True
@@ -67,7 +67,7 @@ def _is_scaler(node: ast.expr, paths: set[str]) -> bool:
     return any(path_of(one) in paths for one in ast.walk(node))
 
 
-def _called(call: ast.Call) -> str:
+def _called_name(call: ast.Call) -> str:
     return method(call) or path_of(call.func) or ""
 
 
@@ -78,7 +78,7 @@ def _holder(script: Script, call: ast.Call) -> ast.AST | None:
         if isinstance(outer, ast.Dict) and inner in outer.values:
             return outer
         if isinstance(outer, ast.Call) and inner is not outer.func:
-            name = _called(outer)
+            name = _called_name(outer)
             is_record = isinstance(inner, ast.keyword) and name[:1].isupper()
             return outer if name in ("dict", "update", "save") or is_record else None
         if isinstance(outer, ast.keyword):
@@ -96,5 +96,5 @@ def _is_saved(script: Script, call: ast.Call, scope: ast.AST) -> bool:
     """Return whether the function saves something, or is itself one that makes a checkpoint."""
     name = getattr(scope, "name", "")
     return bool(_SAVES.search(name)) or any(
-        _SAVES.search(_called(one)) and not _called(one).startswith("load") for one in script.calls(scope)
+        _SAVES.search(_called_name(one)) and not _called_name(one).startswith("load") for one in script.calls(scope)
     )

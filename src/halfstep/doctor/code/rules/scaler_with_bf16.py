@@ -31,7 +31,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                 f"`{facts.script.text(made.call)[:60]}` is on, and the {on[0]} computes in bf16, which has the "
                 "range of fp32: gradients need no loss scale, and CUDA cannot unscale those of bf16 weights",
                 "switch it off: GradScaler(..., enabled=False); its calls then do nothing",
-                _switched_off(facts, made.call),
+                _disable_scaler(facts, made.call),
             )
 
 
@@ -49,7 +49,7 @@ def _has_same_switch(facts: Facts, made: MadeScaler) -> bool:
     )
 
 
-def _switched_off(facts: Facts, call: ast.Call) -> Patch:
+def _disable_scaler(facts: Facts, call: ast.Call) -> Patch:
     patch = facts.script.patch()
     given = next((one.value for one in call.keywords if one.arg == "enabled"), None)
     if given is not None:

@@ -33,7 +33,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                 f"`if {script.text(window.test)[:60]}` of line {window.lineno}: the second one of a window raises, or "
                 "divides the accumulated gradients by the scale again",
                 f"move `{unscale.scaler}.unscale_({unscale.optimizer})` into that branch, before the step",
-                _moved(facts, unscale, step, window),
+                _move_unscale(facts, unscale, step, window),
             )
             break
 
@@ -60,7 +60,7 @@ def _holds_once_a_window(condition: ast.If) -> bool:
     return modulo or mentions(condition.test, _WINDOW)
 
 
-def _moved(facts: Facts, unscale: ScalerCall, step: ScalerCall, window: ast.If) -> Patch:
+def _move_unscale(facts: Facts, unscale: ScalerCall, step: ScalerCall, window: ast.If) -> Patch:
     """Return the patch that moves the unscaling, and clips that follow it, into the branch."""
     script, patch = facts.script, facts.script.patch()
     between = [

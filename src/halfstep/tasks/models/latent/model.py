@@ -144,7 +144,7 @@ def new_denoiser(options: Any, latents: int, size: int, asked: Asked) -> nn.Modu
     }
     if asked.kind == "embedding":
         return _attentive(shared, options, asked.width)
-    return _plain(shared, options, asked.embeds)
+    return _make_unconditional(shared, options, asked.embeds)
 
 
 def check_denoiser(denoiser: nn.Module, folder: str, options: Any, latents: int, asked: Asked) -> None:
@@ -168,7 +168,7 @@ def check_denoiser(denoiser: nn.Module, folder: str, options: Any, latents: int,
         )
 
 
-def _plain(shared: Mapping[str, object], options: Any, embeds: int | None) -> nn.Module:
+def _make_unconditional(shared: Mapping[str, object], options: Any, embeds: int | None) -> nn.Module:
     model: nn.Module = UNet2DModel(
         **shared,
         **_blocks("DownBlock2D", "AttnDownBlock2D", "AttnUpBlock2D", "UpBlock2D", options),

@@ -54,7 +54,7 @@ class NoiseSchedule(nn.Module):
 
     def noisy(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """Return latents with the noise of their timesteps."""
-        return _mixed(latents, noise, self.signal[timesteps])
+        return _mix_noise(latents, noise, self.signal[timesteps])
 
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """Return the denoiser's target: the noise, or the velocity."""
@@ -109,7 +109,7 @@ class Draws:
 
 
 @island
-def _mixed(latents: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
+def _mix_noise(latents: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
     signal = signal.view(-1, 1, 1, 1)
     return signal.sqrt() * latents + (1.0 - signal).sqrt() * noise
 

@@ -81,10 +81,10 @@ def pretrained_autoencoder(folder: str | Path) -> PretrainedAutoencoder:
     place, scale = Path(os.path.expanduser(folder)), None
     module: AutoencoderKL
     if (place / RECIPE).is_file():
-        module = _from_run(place)
+        module = _load_run(place)
     else:
-        module, config = _from_diffusers(place, "vae", _AUTOENCODERS, TRAIN_ONE)
-        scale = _own_scale(config, place)
+        module, config = _load_diffusers(place, "vae", _AUTOENCODERS, TRAIN_ONE)
+        scale = _read_scale(config, place)
     return PretrainedAutoencoder(module, scale, digest(module), plain_config(module))
 
 
@@ -94,7 +94,7 @@ def pretrained_denoiser(folder: str | Path) -> nn.Module:
     Raise `BadData` or `Unsafe` if there is none to be used.
     """
     do = "write model.denoiser=FOLDER with the folder that save_pretrained wrote, or model.denoiser=new"
-    module: nn.Module = _from_diffusers(Path(os.path.expanduser(folder)), "unet", _DENOISERS, do)[0]
+    module: nn.Module = _load_diffusers(Path(os.path.expanduser(folder)), "unet", _DENOISERS, do)[0]
     return module
 
 
@@ -103,8 +103,8 @@ def plain_config(module: Any) -> dict[str, object]:
     return {name: value for name, value in dict(module.config).items() if not name.startswith("_")}
 
 
-def _from_run(folder: Path) -> AutoencoderKL:
-    _trained_one(folder)
+def _load_run(folder: Path) -> AutoencoderKL:
+    _require_trained(folder)
     path = next((folder / name for name in (BEST, LAST) if (folder / name).is_file()), None)
     if path is None:
         raise BadData(
@@ -128,7 +128,7 @@ def _from_run(folder: Path) -> AutoencoderKL:
     return built
 
 
-def _trained_one(folder: Path) -> None:
+def _require_trained(folder: Path) -> None:
     """Raise `BadData` for a run of another task, or for one that only used an autoencoder."""
     raw = read_recipe(str(recipe_in(folder))).raw
     allowed = "a run of the task diffusion with model.stage autoencoder or both"
@@ -142,7 +142,7 @@ def _trained_one(folder: Path) -> None:
         raise BadData(f"{folder} trained a denoiser, and no autoencoder", allowed=allowed, do=do)
 
 
-def _from_diffusers(folder: Path, part: str, kinds: Mapping[str, object], do: str) -> tuple[Any, dict[str, object]]:
+def _load_diffusers(folder: Path, part: str, kinds: Mapping[str, object], do: str) -> tuple[Any, dict[str, object]]:
     """Return the module in a folder, or in the `part` of a pipeline, and its config as written there."""
     place = folder if (folder / CONFIG).is_file() else folder / part
     config = read_json(place / CONFIG)
@@ -157,7 +157,7 @@ def _from_diffusers(folder: Path, part: str, kinds: Mapping[str, object], do: st
         raise BadData(f"{place} contains quantized weights", allowed=allowed, do="save it without quantization")
     size = sum((place / file).stat().st_size for file in _number_files(place))
     _sketch(kinds[name], config, place / CONFIG, size)
-    return _loaded(kinds[name], place), config
+    return _load_part(kinds[name], place), config
 
 
 def _number_files(place: Path) -> list[str]:
@@ -183,7 +183,7 @@ def _number_files(place: Path) -> list[str]:
     raise BadData(f"{place} lacks files of weights", allowed=allowed, do=again)
 
 
-def _loaded(kind: Any, place: Path) -> Any:
+def _load_part(kind: Any, place: Path) -> Any:
     try:
         module, info = kind.from_pretrained(
             str(place),
@@ -209,7 +209,7 @@ def _loaded(kind: Any, place: Path) -> Any:
     return module
 
 
-def _own_scale(config: Mapping[str, object], place: Path) -> float | None:
+def _read_scale(config: Mapping[str, object], place: Path) -> float | None:
     """Return the scaling factor written in the config; None if there is none.
 
     The module's own attribute is not used: diffusers' default belongs to one particular autoencoder.
@@ -243,7 +243,9 @@ def _sketch(kind: Any, config: Any, where: Path, size: int) -> Any:
     try:
         # Refuse a network with more blocks than any real one.
         levels = max((len(value) for value in config.values() if isinstance(value, list)), default=0)
-        layers = max((_most(value) for name, value in config.items() if "layers_per_block" in name), default=0.0)
+        layers = max(
+            (_largest_number(value) for name, value in config.items() if "layers_per_block" in name), default=0.0
+        )
         if levels > MOST_LEVELS or layers > MOST_LAYERS:
             raise ValueError(f"{levels} levels of {layers:g} layers")
         with torch.device("meta"):
@@ -257,10 +259,10 @@ def _sketch(kind: Any, config: Any, where: Path, size: int) -> Any:
     return sketch
 
 
-def _most(value: Any) -> float:
+def _largest_number(value: Any) -> float:
     """Return the largest number in nested lists; infinity for anything that is not a number."""
     if isinstance(value, list):
-        return max(map(_most, value), default=0.0)
+        return max(map(_largest_number, value), default=0.0)
     if value is None:
         return 0.0
     return float(value) if isinstance(value, (int, float)) else math.inf
@@ -312,10 +314,10 @@ def own_autoencoder(where: str, run: ResumableRun | None) -> tuple[PretrainedAut
         if kept.digest == origin.get("digest"):
             return kept, []
         became = "contains another one now"
-    return _from_checkpoint(run, origin), [f"the autoencoder is that of the checkpoint: {where} {became}"]
+    return _load_checkpoint(run, origin), [f"the autoencoder is that of the checkpoint: {where} {became}"]
 
 
-def _from_checkpoint(run: ResumableRun, origin: Mapping[str, Any]) -> PretrainedAutoencoder:
+def _load_checkpoint(run: ResumableRun, origin: Mapping[str, Any]) -> PretrainedAutoencoder:
     newest, _ = newest_intact(run.folder / CHECKPOINTS)
     assert newest is not None, "a started run has one"
     place, config, prefix = newest.generation, run.facts.get(AUTOENCODER), f"{AUTOENCODER}."

@@ -96,33 +96,33 @@ def _latents(
     latents = draws.normal(torch.empty(size, device=model.latent_scale.device))
     # With trailing spacing, rounding sometimes gives diffusers one timestep more than requested, below the first.
     for number, timestep in enumerate(scheduler.timesteps.tolist()[: options.sample_steps], 1):
-        predicted = _guided(model, latents, timestep, condition, options.guidance)
-        latents = _stepped(scheduler, predicted, timestep, latents, draws.generator)
+        predicted = _predict_guided(model, latents, timestep, condition, options.guidance)
+        latents = _step_latents(scheduler, predicted, timestep, latents, draws.generator)
         done(number)
     return latents
 
 
 @island
-def _stepped(
+def _step_latents(
     scheduler: Any, predicted: Tensor, timestep: int, latents: Tensor, generator: torch.Generator | None
 ) -> Tensor:
     stepped: Tensor = scheduler.step(predicted, timestep, latents, generator=generator).prev_sample
     return stepped
 
 
-def _guided(
+def _predict_guided(
     model: LatentDiffusion, latents: Tensor, timestep: int, condition: Condition | None, guidance: float
 ) -> Tensor:
     """Return the guided prediction: away from the unconditional one, both computed in one batch."""
     # These two need only one of the two predictions, half the work.
     if condition is None or guidance in (0.0, 1.0):
         wanted = condition.absent() if condition is not None and guidance == 0.0 else condition
-        return widen(model.denoise(latents, _all_at(timestep, latents), wanted))
+        return widen(model.denoise(latents, _repeat_timestep(timestep, latents), wanted))
     both = torch.cat([latents, latents])
-    with_it, without = widen(model.denoise(both, _all_at(timestep, both), condition.twice())).chunk(2)
+    with_it, without = widen(model.denoise(both, _repeat_timestep(timestep, both), condition.twice())).chunk(2)
     return without + guidance * (with_it - without)
 
 
-def _all_at(timestep: int, latents: Tensor) -> Tensor:
+def _repeat_timestep(timestep: int, latents: Tensor) -> Tensor:
     """Return the same integer timestep for each sample."""
     return torch.full((len(latents),), timestep, device=latents.device)

@@ -30,7 +30,7 @@ class FrozenBackbone(nn.Module):
         super().__init__()
         timm = timm_package(FIELD, name)
         settings = timm.get_pretrained_cfg(name)
-        model: Any = _built(timm, name, weights, size, settings).requires_grad_(False)
+        model: Any = _build_backbone(timm, name, weights, size, settings).requires_grad_(False)
         self.model = model
         pixels = usual(3) if settings is None else settings
         # As the backbone was trained, from frames in -1 .. 1. Not persistent: the name of the backbone implies them.
@@ -82,7 +82,7 @@ class BackboneEncoder(nn.Module):
         return out
 
 
-def _built(timm: Any, name: str, weights: str, size: int, settings: Any) -> nn.Module:
+def _build_backbone(timm: Any, name: str, weights: str, size: int, settings: Any) -> nn.Module:
     """Return the model with its weights. Raise `BadRecipe`, `BadData`, `StateMismatch` or `Unsafe`."""
     arguments: dict[str, object] = {"num_classes": 0}
     # Only models with a fixed input size accept img_size; others raise TypeError for it.

@@ -161,7 +161,10 @@ class BroadcastDecoder(nn.Module):
             before = width if number else slot_width
             if number < doublings:
                 # A kernel of 4 with stride 2 covers every output pixel equally often; a kernel of 3 or 5 would not.
-                stack += [_even(he_init(nn.ConvTranspose2d(before, width, 4, stride=2, padding=1))), nn.ReLU()]
+                stack += [
+                    _init_symmetric(he_init(nn.ConvTranspose2d(before, width, 4, stride=2, padding=1))),
+                    nn.ReLU(),
+                ]
             else:
                 stack += [he_init(nn.Conv2d(before, width, 5, padding=2)), nn.ReLU()]
         self.convolutions = nn.Sequential(*stack, he_init(nn.Conv2d(width, channels + 1, 3, padding=1)))
@@ -182,7 +185,7 @@ def blended(decoded: Tensor) -> tuple[Tensor, Tensor]:
     return (colors * shares).sum(1), shares.squeeze(2)
 
 
-def _even(layer: nn.ConvTranspose2d) -> nn.ConvTranspose2d:
+def _init_symmetric(layer: nn.ConvTranspose2d) -> nn.ConvTranspose2d:
     """Initialize symmetric kernels: asymmetric ones would leave a checkerboard pattern in every frame."""
     with torch.no_grad():
         kernel = layer.weight

@@ -82,11 +82,11 @@ class Gate(nn.Module):
 
     def forward(self, update: Tensor, slots: Tensor) -> Tensor:
         """Return the slots, moved towards `update`."""
-        return _gated(self.new(update), self.old(slots), slots)
+        return _gate_update(self.new(update), self.old(slots), slots)
 
 
 @island
-def _gated(new: Tensor, old: Tensor, slots: Tensor) -> Tensor:
+def _gate_update(new: Tensor, old: Tensor, slots: Tensor) -> Tensor:
     (new_reset, new_keep, new_self), (old_reset, old_keep, old_self) = new.chunk(3, -1), old.chunk(3, -1)
     candidate = (new_self + (new_reset + old_reset).sigmoid() * old_self).tanh()
     return candidate + (new_keep + old_keep).sigmoid() * (slots - candidate)
@@ -95,7 +95,7 @@ def _gated(new: Tensor, old: Tensor, slots: Tensor) -> Tensor:
 @island
 def shares_of_slots(logits: Tensor) -> Tensor:
     """Return how much of each position belongs to each slot; the shares of a position sum to one."""
-    return _bounded(logits).softmax(-2)
+    return _clamp_infinities(logits).softmax(-2)
 
 
 @island
@@ -105,10 +105,10 @@ def weights_of_places(logits: Tensor) -> Tensor:
     A softmax over positions of the log shares computes this without an epsilon: the weights of a slot that won nothing
     still sum to one, where a plain normalization would divide by zero.
     """
-    return _bounded(logits).log_softmax(-2).softmax(-1)
+    return _clamp_infinities(logits).log_softmax(-2).softmax(-1)
 
 
-def _bounded(logits: Tensor) -> Tensor:
+def _clamp_infinities(logits: Tensor) -> Tensor:
     """Clamp infinities to finite numbers; NaN stays NaN, so the step is skipped."""
     return logits.clamp(-FARTHEST, FARTHEST)
 

@@ -46,9 +46,11 @@ def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageMod
     from transformers.pytorch_utils import Conv1D
 
     if options.base == NO_BASE:
-        language = building.new_model(config, _stored(options.base_format))
+        language = building.new_model(config, _stored_dtype(options.base_format))
     else:
-        language = building.load_base(options.base, options.download, **_how(options.base_format, device))
+        language = building.load_base(
+            options.base, options.download, **_quantization_options(options.base_format, device)
+        )
     language.config.use_cache = False
     layers = (path for path, part in language.named_modules() if isinstance(part, (nn.Linear, Conv1D)))
     adapter, names = options.adapter, list(dict.fromkeys(path.rpartition(".")[2] for path in layers))
@@ -80,26 +82,26 @@ def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageMod
     return model
 
 
-def _stored(name: str) -> torch.dtype:
+def _stored_dtype(name: str) -> torch.dtype:
     dtype = (FP32 if name == FP32.name else BF16).dtype
     assert dtype is not None
     return dtype
 
 
-def _how(base_format: str, device: torch.device) -> dict[str, Any]:
+def _quantization_options(base_format: str, device: torch.device) -> dict[str, Any]:
     if base_format not in QUANTIZED:
-        return {"dtype": _stored(base_format)}
+        return {"dtype": _stored_dtype(base_format)}
     from transformers import BitsAndBytesConfig
 
     # A function is one filter however often it is added.
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_not_a_cast)
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_drop_cast_message)
     how: dict[str, Any] = {"load_in_8bit": True}
     if base_format == "nf4":
         how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": BF16.dtype}
     return {"dtype": BF16.dtype, "quantization_config": BitsAndBytesConfig(**how), "device_map": {"": device}}
 
 
-def _not_a_cast(record: logging.LogRecord) -> bool:
+def _drop_cast_message(record: logging.LogRecord) -> bool:
     """Drop the line that bitsandbytes logs for each product of an int8 base; `parts_in_lines` says it once."""
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
@@ -245,7 +247,7 @@ def merged(model: LanguageModel, config: Any) -> LanguageModel:
     plain = building.new_model(config)
     for name, parameter in plain.named_parameters():
         path, _, leaf = name.rpartition(".")
-        parameter.copy_(_whole(inner.get_submodule(path), leaf))
+        parameter.copy_(_gather_weight(inner.get_submodule(path), leaf))
     narrow = any(is_narrow(p.dtype) or not p.is_floating_point() for p in model.parameters() if not p.requires_grad)
     for parameter in plain.parameters() if narrow else ():
         # Not by plain.to(): the frequencies of rotary positions stay in fp32.
@@ -253,7 +255,7 @@ def merged(model: LanguageModel, config: Any) -> LanguageModel:
     return LanguageModel(plain)
 
 
-def _whole(module: Any, leaf: str) -> Tensor:
+def _gather_weight(module: Any, leaf: str) -> Tensor:
     from peft.utils.integrations import dequantize_module_weight
 
     if hasattr(module, "modules_to_save"):

@@ -46,7 +46,7 @@ class LanguageModel(nn.Module):
     def leave_out_base(self) -> None:
         """Keep the parameters that are frozen now out of checkpoints and files of weights."""
         self.not_saved = frozenset(name for name, p in self.named_parameters() if not p.requires_grad)
-        self.register_state_dict_post_hook(_trained_alone)
+        self.register_state_dict_post_hook(_keep_trained_state)
 
     def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
         """Return the summed loss of a batch; all arguments are batch × length."""
@@ -78,13 +78,13 @@ class LanguageModel(nn.Module):
         """Return the mask of all layers, or one for each kind; transformers uses a mask of four axes unchanged."""
         config = self.inner.config
         reach = getattr(config, "sliding_window", None)
-        whole = self._as_attended(attention_mask(positions))
+        whole = self._expand_mask(attention_mask(positions))
         if reach is None or reach >= positions.shape[1]:
             return whole
-        near = self._as_attended(attention_mask(positions, reach))
+        near = self._expand_mask(attention_mask(positions, reach))
         return {"full_attention": whole, "sliding_attention": near} if getattr(config, "layer_types", None) else near
 
-    def _as_attended(self, mask: Tensor) -> Tensor:
+    def _expand_mask(self, mask: Tensor) -> Tensor:
         # Plain attention adds its mask to the scores.
         if self.inner.config._attn_implementation != "eager":
             return mask
@@ -96,7 +96,7 @@ class LanguageModel(nn.Module):
         yield from max(lists, key=len, default=nn.ModuleList())
 
 
-def _trained_alone(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+def _keep_trained_state(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
     # A quantized base has more entries than parameters, such as scales.
     saved = {f"{prefix}{name}" for name, p in module.named_parameters() if p.requires_grad}
     for name in [name for name in state if name not in saved]:
@@ -161,7 +161,7 @@ def check_model(model: LanguageModel, vocabulary: int, end: int) -> list[str]:
         tokens[:, CHECKED // 2 :] = tokens[0, CHECKED // 2 :]
         tokens[:, CHECKED // 2 - 1] = end
         positions = (torch.arange(CHECKED) % (CHECKED // 2)).expand(2, -1)
-        hidden = _hidden(model, tokens.to(device), positions.to(device))
+        hidden = _hidden_states(model, tokens.to(device), positions.to(device))
         first, second = widen(hidden[:, CHECKED // 2 :]).unbind()
         if not torch.allclose(first, second, rtol=1e-3, atol=1e-3 * float(first.abs().max())):
             raise _refusal(model, "lets a document see the one before it in the same window")
@@ -178,7 +178,7 @@ def check_model(model: LanguageModel, vocabulary: int, end: int) -> list[str]:
     return [f"{type(model.inner).__name__} changes its logits after the output layer: the loss needs all of them"]
 
 
-def _hidden(model: LanguageModel, tokens: Tensor, positions: Tensor) -> Tensor:
+def _hidden_states(model: LanguageModel, tokens: Tensor, positions: Tensor) -> Tensor:
     try:
         return model.hidden(tokens, positions)
     except torch.OutOfMemoryError:
