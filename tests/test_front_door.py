@@ -103,7 +103,7 @@ def _figures() -> dict[str, str]:
         "healthy_runs": f"{healthy['stopped']} of {healthy['healthy']}",
         "step_overhead": f"{_record('step_overhead')['halfstep']['median']:.2f}x",
         "estimate_accuracy": f"off by {worst:.2%}".replace("%", " %"),
-        "rank_kills": f"{kills['kills']} kills of a rank over {kills['steps']} steps",
+        "rank_kills": f"a run of {kills['steps']} steps in which ranks were killed {kills['kills']} times",
         "real_data": f"{unet['speedup']['median']:.2f}x as fast as fp32, IoU {bf16} against {fp32}",
     }
 

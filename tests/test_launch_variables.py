@@ -35,7 +35,7 @@ def test_what_is_no_number_is_refused_by_name(name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"RANK": "2"}, "RANK is '2'\n  allowed: a whole number from 0 to 1"),
+        ({"RANK": "2"}, "RANK is '2'\n  allowed: an integer from 0 to 1"),
         ({"RANK": "5"}, "from 0 to 1"),
         ({"WORLD_SIZE": "1", "RANK": "1"}, "from 0 to 0"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),

@@ -205,10 +205,10 @@ AT_PEAK = {"weights": 100, "activations": 2**30, "batch": 0}
             "largest batch that fits is 5",
             {"train.batch_size": 4, "train.microbatches": 4},
         ),
-        ({"batch": 90, "recomputed": 0}, "90 fits, and 8 did not", {"train.batch_size": 4, "train.microbatches": 4}),
+        ({"batch": 90, "recomputed": 0}, "90 fits, but 8 did not", {"train.batch_size": 4, "train.microbatches": 4}),
         (
             {"batch": 0, "recomputed": 1},
-            "computed again",
+            "except with activation checkpointing",
             {"train.batch_size": 1, "train.microbatches": 16, "train.checkpoint_activations": "true"},
         ),
         ({"batch": 0, "recomputed": 0}, "not even one", {}),

@@ -77,7 +77,7 @@ def test_who_leaves_does_not_wait_for_a_rank_that_is_gone(on_ranks: Ranks) -> No
     began = time.monotonic()
     told = on_ranks(left_alone)[0]
     # The second of them at once: the ranks may be at different exchanges by then.
-    assert [text.partition(" for ")[0] for text in told] == ["no answer of rank 1"] * 2
+    assert [text.partition(" for ")[0] for text in told] == ["no answer from rank 1"] * 2
     assert time.monotonic() - began < 30.0
 
 
@@ -94,7 +94,7 @@ def test_a_run_that_ends_does_not_wait_for_the_save_of_a_rank_that_is_gone(on_ra
     began = time.monotonic()
     told = on_ranks(saved_by_one, str(tmp_path))[0]
     assert len(told) == 1
-    assert told[0].startswith("no answer of rank 1 for "), told
+    assert told[0].startswith("no answer from rank 1 for "), told
     assert time.monotonic() - began < 30.0
     assert not generations(tmp_path / "checkpoints")
 

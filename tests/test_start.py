@@ -108,7 +108,7 @@ def test_the_first_step_comes_within_six_seconds_of_a_processor(tmp_path: Path) 
 WRONG = {
     "a recipe": (["train", "unett"], 78, "did you mean unet?"),
     "a setting": (["train", "unet", "--batch_sise", "4"], 78, "did you mean train.batch_size?"),
-    "a value": (["train", "unet", "train.epochs=x"], 78, "a whole number above 0"),
+    "a value": (["train", "unet", "train.epochs=x"], 78, "an integer above 0"),
     "no data": (["train", "unet"], 65, "--data_dir FOLDER"),
     "no data set": (["train", "cifar10"], 65, "cifar10"),
     "no weights": (["train", "segmentation_tiny", "model.weights=no.pt"], 65, "no weights at no.pt"),
@@ -118,8 +118,8 @@ WRONG = {
         78,
         "data.overlap=64 with data.tile=64",
     ),
-    "finished": (["train", "segmentation_tiny", "run.dir=done"], 73, "done holds"),
-    "foreign": (["train", "segmentation_tiny", "run.dir=mine"], 73, "mine holds files"),
+    "finished": (["train", "segmentation_tiny", "run.dir=done"], 73, "done contains"),
+    "foreign": (["train", "segmentation_tiny", "run.dir=mine"], 73, "mine contains files"),
     "a file": (["train", "segmentation_tiny", "run.dir=mine/file"], 73, "is a file"),
 }
 

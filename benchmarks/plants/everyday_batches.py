@@ -173,17 +173,17 @@ def all_of_them() -> list[Plant]:
         return Expected("data", words=words)
 
     return [
-        *plants("in_a_dict", ALL, in_a_dict, data("sample 1 holds nan", "boxes")),
-        *plants("in_a_nested_list", TWO, in_a_nested_list, data("sample 4 holds inf")),
-        *plants("in_a_dataclass", TWO, in_an_object(Sample), data("sample 2 holds nan")),
-        *plants("in_a_plain_object", TWO, in_an_object(Plainly), data("sample 2 holds nan")),
-        *plants("in_a_window", TWO, in_a_window, data("micro-batch", "sample 0 holds nan")),
+        *plants("in_a_dict", ALL, in_a_dict, data("sample 1 contains nan", "boxes")),
+        *plants("in_a_nested_list", TWO, in_a_nested_list, data("sample 4 contains inf")),
+        *plants("in_a_dataclass", TWO, in_an_object(Sample), data("sample 2 contains nan")),
+        *plants("in_a_plain_object", TWO, in_an_object(Plainly), data("sample 2 contains nan")),
+        *plants("in_a_window", TWO, in_a_window, data("micro-batch", "sample 0 contains nan")),
         *plants("far_target", TWO, far_target, data("the batch[1], sample 3", "reaches")),
         *plants("far_sample", TWO, far_sample, data("the batch[0], sample 5", "reaches")),
         *plants("not_divided_by_255", "fp16", not_divided_by_255, data("the batch[0]", "reaches")),
         *plants("hidden_by_a_teacher", TWO, hidden_by_a_teacher, data("sample 2", "-inf")),
-        *plants("of_complex_numbers", ONE, of_complex_numbers, data("sample 1 holds nan")),
+        *plants("of_complex_numbers", ONE, of_complex_numbers, data("sample 1 contains nan")),
         *plants("popped", ONE, popped, data("could not be run again")),
         *plants("rows_of_a_feature_file", TWO, rows_of_a_feature_file, data("nan in rows 20, 21")),
-        *plants("first_of_all", ALL, first_of_all, data("the batch[0], sample 0 holds -inf")),
+        *plants("first_of_all", ALL, first_of_all, data("the batch[0], sample 0 contains -inf")),
     ]  # fmt: skip

@@ -131,7 +131,7 @@ def own_numbers() -> Scene:
 
 def all_of_them() -> list[Plant]:
     return [
-        *plants("bad_rows", ALL, bad_rows, Expected("data", words=("data holds nan in rows 8, 9",))),
+        *plants("bad_rows", ALL, bad_rows, Expected("data", words=("data contains nan in rows 8, 9",))),
         *plants("all_ignored", ALL, all_ignored,
                 Expected("code", "aten.nll_loss_forward", LOSS, mark="all ignored", words=("averages over nothing",))),
         *plants("not_normalised", ALL, not_normalised, Expected("data", words=("the batch[0]", "reaches"))),

@@ -61,7 +61,7 @@ def number_in(name: str, variables: Mapping[str, str], default: int, least: int,
     if not is_number or not least <= int(text) <= most:
         raise WrongLaunch(
             f"the variable {name} is {text[:40]!r}",
-            allowed=f"a whole number from {least} to {most}",
+            allowed=f"an integer from {least} to {most}",
             do=f"start the ranks with torchrun or srun, which set it, or unset {name} and WORLD_SIZE for one process",
         )
     return int(text)

@@ -100,7 +100,7 @@ def test_a_model_or_an_optimizer_that_accelerate_does_not_save_is_refused_by_nam
         halfstep.from_accelerate(active, active.prepare(model), optimizer)
     active = accelerator()
     model, optimizer = active.prepare(model, optimizer)
-    with pytest.raises(WrongUse, match="dict that is no prepared optimizer"):
+    with pytest.raises(WrongUse, match="dict that is not a prepared optimizer"):
         halfstep.from_accelerate(active, model, {"one": optimizer})
 
 

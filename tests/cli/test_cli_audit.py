@@ -60,7 +60,7 @@ def test_the_page(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run(PLANTED, "--precision", "bf16")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("bf16: 100 % of the work outside islands in bf16 as requested; 2 findings")
+    assert lines[0].startswith("bf16: 100 % of the work outside islands in bf16, as requested; 2 findings")
     assert lines[-1] == f"  $ halfstep audit {PLANTED} --precision fp32"
     assert max(map(len, lines)) <= int(columns)
     text = " ".join(done.stdout.split())
@@ -103,7 +103,7 @@ def test_a_device_that_is_not_here() -> None:
 def test_a_healthy_case_is_sent_on(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(run(CASE, "--precision", "fp16", "--json").stdout)
     assert report["findings"] == []
-    assert report["verdict"] == "100 % of the work in fp16 as requested; nothing found"
+    assert report["verdict"] == "100 % of the work in fp16, as requested; no problems found"
     assert report["next"] == f"halfstep plan {CASE}"
     assert report["loss_scale"] == 65536
 

@@ -85,7 +85,7 @@ def test_the_printed_code_predicts_masks_in_the_size_of_each_photograph(
     assert told["preprocessing"]["max_side"] == MAX_SIDE
     assert "enlarged to its own size" in told["output"]
     code = told["checked"]["code"]
-    assert (code["images"], code["source"]) == (3, "validation images in their stored size")
+    assert (code["images"], code["source"]) == (3, "validation images of the original size")
     assert code["agreement"] >= 0.999
     assert halfstep("predict", run, photos / "images", "--out", tmp_path / "out", "--precision", "fp32").exit_code == 0
     for number, (wide, high) in enumerate(SIZES):

@@ -127,7 +127,7 @@ def test_only_a_precision_can_be_asked_for(word: str) -> None:
 @pytest.mark.wording
 def test_settings_that_agree_on_another_are_not_touched() -> None:
     Path("train.yaml").write_text("precision: bf16\n")
-    with pytest.raises(WrongUse, match="nothing contradicts"):
+    with pytest.raises(WrongUse, match="no settings conflict"):
         fix("fp16")
 
 

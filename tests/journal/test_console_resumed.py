@@ -134,7 +134,7 @@ def test_the_live_console_goes_on_with_the_counts_and_tells_no_history() -> None
     assert sum("resumed at step 15 of 40" in line for line in lines) == 1
     assert not any("recipe:" in line or "observed" in line for line in lines)
     assert "16/40" in lines[-2]
-    assert lines[-1].endswith("scale 8192 · 2 skipped (gradient_overflow) · saved at step 15")
+    assert lines[-1].endswith("scale 8192 · 2 skipped (gradient_overflow) · last saved at step 15")
 
 
 def test_before_its_first_step_the_live_console_shows_where_it_was_and_no_old_speed() -> None:
@@ -165,7 +165,7 @@ def test_a_checkpoint_has_no_line_but_a_place_among_the_numbers() -> None:
     latest = Latest()
     for event in events:
         latest.on_event(event)
-    assert line_of(latest)[-1].text == "saved at step 1,003"
+    assert line_of(latest)[-1].text == "last saved at step 1,003"
     assert not line_of(latest)[-1].alarm
 
 

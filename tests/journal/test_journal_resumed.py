@@ -74,7 +74,7 @@ def test_the_log_goes_on_without_the_lines_of_what_is_done_again(tmp_path: Path)
     assert text.count("checkpoints/") == 0
     assert f"\nresumed at step {AT} of 40 from checkpoint step-00000015.0007 (18 steps are repeated)\n" in text
     assert text.index("resumed at step") < text.rindex("Mixed precision training")
-    assert "3 skipped (gradient_overflow) · saved at step 15 ·" in text
+    assert "3 skipped (gradient_overflow) · last saved at step 15 ·" in text
 
 
 @pytest.mark.parametrize("killed_at", [18, 33])

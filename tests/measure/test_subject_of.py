@@ -60,7 +60,7 @@ def test_estimate_audit_and_survival_take_each(arguments: tuple[Any, ...]) -> No
     ledger = halfstep.estimate(*arguments, precision="fp32")
     assert ledger.peak > 0
     assert str(ledger).startswith(f"peak {size(ledger.peak)} in fp32 at batch {ledger.samples}")
-    assert "Kept for backward" in str(ledger)
+    assert "Saved for backward" in str(ledger)
     assert all(word in ledger._repr_html_() for word in ("<svg", "weights", size(ledger.peak)))
     found = halfstep.audit(*arguments, precision="fp16")
     assert str(found).splitlines()[0] == f"fp16: {found.verdict}"

@@ -38,7 +38,7 @@ def with_a_field_more() -> Any:
 
 def test_a_field_more_is_in_the_help_the_docs_and_the_json_schema() -> None:
     before, after = {"t": json_schema(SCHEMA)}, {"t": json_schema(with_a_field_more())}
-    words = ("train.sparkle", "--sparkle", "--sparkles", "Shine.", "a whole number of at least 3 and at most 9")
+    words = ("train.sparkle", "--sparkle", "--sparkles", "Shine.", "an integer from 3 to 9")
     for show in (shown, lambda schemas: markdown(schemas, [])):
         assert not any(word in show(before) for word in words)
         flowing = " ".join(show(after).split())

@@ -65,7 +65,7 @@ def test_a_value_that_fits_none_of_several_types_is_one_mistake() -> None:
         resolved("task: t\ntrain: {epochs: 1, num_workers: some}")
     assert "mistakes" not in str(caught.value)
     assert "train.num_workers is 'some'" in str(caught.value)
-    assert "a whole number of at least 0 or auto" in str(caught.value)
+    assert "an integer of at least 0 or auto" in str(caught.value)
 
 
 @pytest.mark.wording
@@ -158,7 +158,7 @@ def test_the_command_line_wins_and_says_so(text: str, line: str, name: str) -> N
     found = resolved(BASE + text, *line.split())
     assert found.recipe.precision == name
     changed = resolved(BASE + text).recipe.precision != name
-    assert any("the command line's" in note for note in found.notes) == changed
+    assert any("of the command line overrides" in note for note in found.notes) == changed
 
 
 @pytest.mark.wording

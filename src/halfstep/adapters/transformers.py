@@ -104,7 +104,7 @@ class HalfstepMixin(_Trainer):
         """
         widened = store_trained_in_fp32(self.model) if hasattr(self.model, "peft_config") else []
         if widened:
-            evidence = f"adapters in 16 bits, whose small updates would round away, are now in fp32: {some(widened)}"
+            evidence = f"adapters in 16 bits, which lose small updates to rounding, are now in fp32: {some(widened)}"
             fix = "nothing; get_peft_model(..., autocast_adapter_dtype=True) widens all but modules_to_save"
             warn_user(str(Finding(TRAINED, "note", evidence, fix)))
         return super().create_optimizer(*args, **kwargs)

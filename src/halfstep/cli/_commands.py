@@ -134,7 +134,7 @@ def _print_version(wanted: bool) -> None:
 
 def _options(
     version: Annotated[bool, flag("--version", "Print the version.", is_eager=True, callback=_print_version)] = False,
-    debug: Annotated[bool, flag("--debug", "Show tracebacks of errors.", envvar="HALFSTEP_DEBUG")] = False,
+    debug: Annotated[bool, flag("--debug", "Show full tracebacks on errors.", envvar="HALFSTEP_DEBUG")] = False,
 ) -> None:
     """Mixed precision training for PyTorch that you can trust."""
 

@@ -94,7 +94,7 @@ def known_page(
     if formats is not None:
         blocks += _formats(formats)
     if gpus is not None:
-        aside = "auto's choice without measuring; halfstep estimate RECIPE --device NAME for memory"
+        aside = "auto's choice without measuring; for memory, run halfstep estimate RECIPE --device NAME"
         cells = [
             (row.id, row.name, f"{row.gib:.0f} GiB", " ".join(row.native) or "-", Span(row.precision, "good"))
             for row in gpus

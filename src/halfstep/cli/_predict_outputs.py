@@ -97,9 +97,11 @@ def changed(finished: Finished, settings: Sequence[str]) -> Finished:
         if key not in HOW:
             allowed = [one for one in HOW if one in fields_of(schema).by_key]
             raise BadRecipe(
-                f"{key} belongs to the training of {finished.folder}",
+                f"{key} is a setting of the training of {finished.folder}, and cannot change after it",
                 allowed=", ".join(allowed) or f"no setting: none of {finished.recipe.task} can change after training",
-                do=f"remove it, or train again with {key} changed",
+                do="pass the folder after the run: halfstep predict RUN FOLDER"
+                if key == "data.path"
+                else f"remove it, or train again with {key} changed",
             )
     recipe = resolved_recipe(read_recipe(str(recipe_in(finished.folder))), settings, schema=schema).recipe
     # A new run splits its data otherwise than one of an earlier version.

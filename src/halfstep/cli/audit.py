@@ -40,7 +40,7 @@ def run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show which format each part of a model computes in, where its numbers do not fit, and precision mistakes.
+    """Show which format each module computes in, where values overflow or underflow, and precision mistakes.
 
     It exits with 80 where a finding is an error: a step in this precision fails, or is wrong.
     """

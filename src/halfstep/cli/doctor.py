@@ -79,7 +79,7 @@ def run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what this device can do and which precision fits it; with a RECIPE or a FOLDER, check its settings.
+    """Show which formats this device supports and which one to use; check the settings of a RECIPE or a code FOLDER.
 
     With an ADDRESS such as s3://BUCKET/PREFIX, check that object store: it writes 2 MB there and removes them.
 
@@ -134,8 +134,8 @@ def _refuse_with_store(**given: Any) -> None:
     wrong = [name for name, value in given.items() if value]
     if wrong:
         raise WrongUse(
-            f"{', '.join(wrong)} together with the address of a store",
-            allowed="halfstep doctor ADDRESS with --json and --report",
+            f"{', '.join(wrong)} cannot be combined with the address of a store",
+            allowed="halfstep doctor ADDRESS, also with --json or --report",
             do=f"leave out {', '.join(wrong)}",
         )
 

@@ -50,7 +50,7 @@ def run(
     task: OwnTask = None,
     json: Json = False,
 ) -> None:
-    """Measure a run's weights: overall, per class and per sample, and name the worst samples."""
+    """Evaluate a run's weights overall, per class and per sample, and list the worst samples."""
     named = asked_precision(precision, bf16, fp16)
     from halfstep.runs.evaluate_run import evaluate
 

@@ -53,7 +53,7 @@ def run(
     yes: Annotated[bool, flag("--yes", "Write the recipe without asking.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure which precision, layout, compilation and batch are fastest here, and write the recipe for them.
+    """Measure the fastest precision, memory format, compile setting and micro-batch here; --write saves a recipe.
 
     Without a recipe it lists them and asks for one.
     """

@@ -23,7 +23,7 @@ def run(
     device: OnDevice = None,
     json: Json = False,
 ) -> None:
-    """Explain a missing speed-up: where a step's time goes, one cause, and one command to run."""
+    """Explain a missing speed-up over fp32: where a step's time goes, the main cause, and the command to run next."""
     examined = subject(recipe, context.args)
     from halfstep.measure.profile.profile import profile
 

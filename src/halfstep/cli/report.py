@@ -45,7 +45,7 @@ def run(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Write one page about runs, benches and plans: the verdict, curves, incidents, samples, and provenance."""
+    """Write an HTML report on runs, benches and plans: the verdict, curves, incidents, samples, and provenance."""
     from halfstep.report.written import report
 
     write = partial(report, *paths, output=output, format=format, refresh=EVERY if watch else None)

@@ -17,7 +17,7 @@ def run(
     most: Annotated[int, typer.Option(min=1, max=10_000, help="The most runs to list, the newest first.")] = 50,
     json: Json = False,
 ) -> None:
-    """List the runs of a folder: state, precision, metric, steps, skips, the time taken and the last write."""
+    """List the runs in a folder: state, precision, metric, steps, skipped steps, duration, age of the last write."""
     from halfstep.runs.listing import runs
 
     found = runs(folder, most)

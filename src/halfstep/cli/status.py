@@ -27,8 +27,8 @@ def run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say whether a run is alive: exit code 0 if every rank makes progress or the run has finished, 76 if a rank has
-    stalled, else the run's own.
+    """Report whether a run is alive: exit code 0 if every rank makes progress or the run has finished, 76 if a rank
+    has stalled, otherwise the exit code of the run.
 
     Ranks write a heartbeat every 5 seconds, less often if they are more than 250. Ranks of other hosts are watched
     until they write one, so that no two clocks are compared. Loads no torch.

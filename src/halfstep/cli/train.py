@@ -42,18 +42,18 @@ def run(
         bool, flag("--accept-recipe-change", "Continue an unfinished run with a different recipe.")
     ] = False,
     extend: Annotated[
-        bool, flag("--extend", "Continue a finished run up to the given --epochs or --steps, at its last lr.")
+        bool, flag("--extend", "Continue a finished run to a new total of --epochs or --steps, at its final lr.")
     ] = False,
     rewarm: Annotated[
         bool, flag("--rewarm", "With --extend: a new warm-up and decay of the lr over the added steps.")
     ] = False,
-    show: Annotated[bool, flag("--show", "Print the resolved recipe, and train nothing.")] = False,
+    show: Annotated[bool, flag("--show", "Print the resolved recipe without training.")] = False,
     json: Annotated[bool, flag("--json", "Print the result as one JSON object at the end.")] = False,
 ) -> None:
     """Train a recipe. Override its settings after the name: train.batch_size=4, --batch_size 4 or --bf16.
 
-    An interrupted run resumes when it is started again with the same command. A run whose steps fail reports the origin
-    and stops with exit code 80; with --guard repair it applies a remedy and continues.
+    An interrupted run resumes when it is started again with the same command. If steps keep failing, the run reports
+    the cause and stops with exit code 80; with --guard repair, it applies a remedy and continues.
     """
     if recipe.startswith("-"):
         raise WrongUse(

@@ -444,7 +444,7 @@ def shard_paths(root: str | Path) -> list[Path]:
     if missing or not paths:
         raise BadData(
             f"{missing[0]} does not exist" if missing else f"{root} contains no .tar or {PARQUET} file",
-            allowed="a folder of .tar or .parquet files, one of them, or a pattern such as train-{000..003}.tar",
+            allowed="a folder of .tar or .parquet files, one such file, or a pattern such as train-{000..003}.tar",
             do="check data.path",
         )
     return paths

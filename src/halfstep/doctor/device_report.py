@@ -69,7 +69,7 @@ class DeviceReport(JsonResult, ShownAsPage):
 
         build = tuple((key, words) for key, words in self.build.as_dict().items() if key != "torch")
         precision = self.choice.precision
-        asked = f"chosen for {self.choice.asked}" + (f" ({self.choice.took})" if self.choice.took else "")
+        asked = f"the choice of {self.choice.asked}" + (f" ({self.choice.took})" if self.choice.took else "")
         verdict = (Span(precision.name, "good", strong=True), f"  {asked}: {precision.summary}")
         rungs = ((rung.name, "chosen" if rung.accepted else "rejected", rung.reason) for rung in self.choice.rungs)
         return Page(
@@ -81,7 +81,7 @@ class DeviceReport(JsonResult, ShownAsPage):
                 Pairs(build),
                 Heading("Formats", _describe_measurement(self.measured)),
                 _format_table(self.formats),
-                Heading("torch's fp32 switches", "overridden during a run and restored afterwards"),
+                Heading("torch's precision flags", "overridden during a run and restored afterwards"),
                 Pairs(tuple(self.flags.items())),
                 Heading("Choice"),
                 Paragraph(verdict, indent=True),
@@ -96,7 +96,7 @@ def _describe_measurement(found: Measurements) -> str:
         return "nothing to measure"
     source = "cached; --fresh measures again" if found.cached else f"measured in {found.seconds:.1f} s"
     how = f", {found.how}" if found.how else ""
-    return f"times strict fp32, with backward{how}; {source}"
+    return f"speed relative to strict fp32, with backward{how}; {source}"
 
 
 def _format_table(formats: tuple[FormatReport, ...]) -> Table:

@@ -111,7 +111,9 @@ def _verdict(report: ProjectReport) -> tuple[Block, ...]:
     status, files = report.status, report.files
     why = f" ({status.reason})" if status.reason else ""
     more = ", and more that were not" if files.more else ""
-    counted = f"{report.folder}: {several(files.read, 'file')} checked{more}, {files.with_settings} with settings"
+    counted = (
+        f"{report.folder}: {several(files.read, 'file')} checked{more}, {files.with_settings} with precision settings"
+    )
     numbers = {"learning rate": status.learning_rate, "clipping": status.clipping}
     lines = [f"precision: {_precision(status)}"]
     lines += [f"{name}: {words}" for name, words in numbers.items() if words != "not set"]

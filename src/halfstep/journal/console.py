@@ -39,7 +39,7 @@ def line_of(latest: Latest) -> list[words.LineItem]:
         # A copy: the console draws this in its own thread while steps continue to be counted.
         items.append(words.LineItem(words.skips(dict(latest.skipped)), True))
     if latest.checkpoint is not None:
-        items.append(words.LineItem(f"saved at step {numbers.count(latest.checkpoint.attempt)}"))
+        items.append(words.LineItem(f"last saved at step {numbers.count(latest.checkpoint.attempt)}"))
     return items + (_machine(speed) if speed else [])
 
 

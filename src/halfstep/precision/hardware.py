@@ -191,9 +191,9 @@ _CPU_BF16 = {
 _CPU_LACKS = {
     "tf32": "CPUs have no tf32",
     "bf16": "bf16 is emulated; no amx_bf16, avx512_bf16, sve_bf16 or Arm bf16 instructions",
-    "fp16": "no fast kernel for a convolution's backward",
-    "fp8": "CPUs have no fp8: it is emulated, for correctness only",
-    "mxfp8": "CPUs have no mxfp8: it is emulated, for correctness only",
+    "fp16": "no fast kernel for the convolution backward pass",
+    "fp8": "CPUs only emulate fp8: useful for checking results, not for speed",
+    "mxfp8": "CPUs only emulate mxfp8: useful for checking results, not for speed",
 }
 
 

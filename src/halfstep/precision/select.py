@@ -232,7 +232,7 @@ def _try(name: str, asked: str, device: Device, fallback: bool) -> Considered:
     # A recipe in bf16 is for many devices and takes what each has; fp16 on a CPU is requested to study fp16.
     emulated = name == asked and can.emulated and (not fallback or (name == "fp16" and device.kind == "cpu"))
     return Considered(
-        name, can.native or emulated, f"requested by name; slow here: {can.reason}" if emulated else can.reason
+        name, can.native or emulated, f"requested by name, but slow here: {can.reason}" if emulated else can.reason
     )
 
 
@@ -240,13 +240,13 @@ def _findings(asked: str, rungs: list[Considered], device: Device) -> tuple[Find
     took = rungs[-1].name
     if took != asked:
         evidence = f"{took} is used instead of {asked} on {device.name}: {rungs[0].reason}"
-        fix = f"request {took}; train.strict=true, in Python no fallback=True, runs {asked} or refuses it"
+        fix = f"request {took}; or, to run {asked} or nothing, set train.strict=true, in Python omit fallback=True"
         return (Finding(_SUBSTITUTED, "warning", evidence, fix),)
     can = ability(device, precision_named(took).needs)
     if not can.native:
-        native = ", ".join(["auto", *_native(device)])
-        fix = f"request one of {native}, unless you study the behavior of {took}"
-        return (Finding(_SLOW, "warning", f"{took} on {device.name}: {can.reason}", fix),)
+        native = " or ".join(["auto", *_native(device)])
+        fix = f"request {native}, unless you study the numerics of {took}"
+        return (Finding(_SLOW, "warning", f"{took} is slow on {device.name}: {can.reason}", fix),)
     return ()
 
 
@@ -283,7 +283,7 @@ def _decide_by_speed(device: Device, measured: Measurements) -> Decision:
         for name, can in native.items()
     ]
     if winner == _FLOOR:
-        rungs.append(Considered(_FLOOR, True, f"nothing native is {WORTH_IT}x as fast"))
+        rungs.append(Considered(_FLOOR, True, f"no narrower native format is at least {WORTH_IT}x as fast"))
     return Decision(tuple(rungs))
 
 

@@ -25,7 +25,7 @@ _USUAL = {"data.path": "--data_dir"}
 _CONDITION = re.compile(r"[a-z]+( and [a-z]+)?: ")
 """The start of the description of a setting that is for one kind of data or model."""
 _CLAUSE = re.compile(r"\. |; ")
-_PRECISION = "Precision: --bf16, --fp16, --fp32, or --precision P. Others: KEY=VALUE, or their flag."
+_PRECISION = "Precision: --bf16, --fp16, --fp32, or --precision P. Any other setting: KEY=VALUE, or its flag."
 _THREE = (Column(), Column(), Column())
 
 

@@ -132,9 +132,13 @@ def in_words(node: Json) -> str:
     if "const" in node:
         return str(node["const"])
     if "anyOf" in node:
-        return _join_options([in_words(option) for option in node["anyOf"]])
+        options = [in_words(option) for option in node["anyOf"]]
+        if "null" in options and any(option.startswith("a list") for option in options):
+            return f"null or {_join_options([option for option in options if option != 'null'])}"
+        return _join_options(options)
     kind = "object" if "$ref" in node else node.get("type")
     if kind in ("integer", "number"):
+        low, high = node.get("minimum"), node.get("maximum")
         words = {
             "exclusiveMinimum": "above",
             "minimum": "of at least",
@@ -142,9 +146,14 @@ def in_words(node: Json) -> str:
             "maximum": "at most",
         }
         limits = " and ".join(f"{word} {node[limit]:g}" for limit, word in words.items() if limit in node)
-        return f"{'a whole number' if kind == 'integer' else 'a number'} {limits}".rstrip()
+        if low is not None and high is not None:
+            limits = f"from {low:g} to {high:g}"
+        return f"{'an integer' if kind == 'integer' else 'a number'} {limits}".rstrip()
     if kind == "array":
-        return f"a list of {in_words(node.get('items', {}))}"
+        items = in_words(node.get("items", {}))
+        for one, many in {"an integer": "integers", "a number": "numbers", "a list": "lists"}.items():
+            items = many + items.removeprefix(one) if items.startswith(one) else items
+        return f"a list of {items}"
     return {"boolean": "true or false", "string": "text", "null": "null", "object": "keys with values"}.get(
         str(kind), "anything"
     )

@@ -74,7 +74,7 @@ def key_for(word: str, fields: Fields) -> str:
         raise BadRecipe(f"{word} can mean several settings", allowed=", ".join(meant), do=f"write {meant[0]}=...")
     raise BadRecipe(
         f"there is no setting {word[:80]!r}",
-        allowed=f"the {len(fields.by_key)} settings that `halfstep recipes explain` lists",
+        allowed=f"the {len(fields.by_key)} settings listed by `halfstep recipes explain RECIPE`",
         do=instead_of(word, fields) or "look for it with halfstep recipes explain NAME",
     )
 

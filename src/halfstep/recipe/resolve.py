@@ -146,7 +146,7 @@ def _override(
         notes.append(named.took)
     written = _read_precision(translated.precision) if line.precision and translated.precision else None
     if written and written.name != named.name:
-        notes.append(f"the command line's {named.name} replaces the recipe's {written.name}")
+        notes.append(f"precision {named.name} of the command line overrides {written.name} of the recipe")
     return content, notes
 
 

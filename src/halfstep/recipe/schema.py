@@ -82,7 +82,7 @@ class ModelOptions(Section):
     weights: str = "none"
     """Initial weights: `none` (random), `pretrained`, or a path to a .safetensors or .pt file or a folder."""
     freeze: list[str] = []
-    """Parts that are not trained: names of modules, such as `encoder` or `layer1`."""
+    """Names of modules that are not trained, such as `encoder` or `layer1`."""
 
 
 EXACT = "exact"
@@ -97,18 +97,18 @@ class DataOptions(Section):
     """The data settings of every task; a task adds its own fields."""
 
     split: Literal["exact", "by_place"] | None = None
-    """How a share in `val` is drawn: by a hash of each sample's name (`by_place`), or, of fewer than 1,000 samples,
-    exactly that share (`exact`)."""
+    """How a share in `val` is drawn: `by_place` hashes each sample's name; `exact` draws exactly that share of fewer
+    than 1,000 samples."""
     window: PositiveInt | Literal["auto", "all"] | None = None
-    """shards: how many chunks of neighboring samples are mixed at a time, for slow disks; `all` mixes single samples of
-    the whole set, and `auto` mixes what fits into a quarter of the memory, or, for a store, into half of store.cache.
-    Default: `all`; for a store, `auto`."""
+    """shards: the size of the shuffle window in chunks of consecutive samples, for slow disks; `all` shuffles the whole
+    dataset; `auto` uses a window that fits in a quarter of the memory, or, for an object store, in half of store.cache.
+    Default: `all`; for an object store, `auto`."""
     verify: Literal["all", "sampled", "off"] = "sampled"
     """shards: which samples are compared with their digests as they are read; `sampled` is 1 in 64."""
     bad_samples: NonNegativeInt = 10
-    """Unreadable samples that are replaced by others before the run ends with an error."""
+    """The number of unreadable samples that are replaced by others; one more ends the run with an error."""
     timeout: Annotated[float, Field(ge=0.0, le=MOST_SECONDS)] = 120.0
-    """Seconds that a worker may take for one sample, which then counts as unreadable; 0 sets no limit."""
+    """Seconds that a worker may take to read a sample; a slower one counts as unreadable. 0 sets no limit."""
 
 
 class LossOptions(Section):
@@ -138,7 +138,7 @@ class OptimizerOptions(Section):
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Momentum of sgd, muon and rmsprop, and the first beta of adamw, adam, nadam, radam and adamax."""
     fused: bool = True
-    """Update all weights in one kernel where the device has one."""
+    """Use the fused kernel of the optimizer if the device has one."""
     state: Literal["fp32", "int8", "fp8"] = "fp32"
     """adamw and adam: the format of the two moments of matrices. Embeddings, vectors and small tensors keep fp32."""
 
@@ -161,15 +161,15 @@ class ScheduleOptions(Section):
         Literal["constant", "cosine", "step", "plateau", "one-cycle"],
         Also("lr_scheduler", "lr_scheduler_type", "sched"),
     ] = "cosine"
-    """How the learning rate moves after the warm-up."""
+    """The learning rate schedule after the warm-up."""
     warmup_steps: Annotated[NonNegativeInt, Also("lr_warmup_steps", "num_warmup_steps")] = 0
     """Applied steps over which the learning rate rises from zero."""
     final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """cosine: the share of the learning rate that is left at the end."""
+    """cosine: the final learning rate, as a share of its peak."""
     every_epochs: PositiveInt = 30
     """step: epochs between two cuts."""
     factor: Fraction = 0.1
-    """step and plateau: the factor of each reduction of the learning rate."""
+    """step and plateau: each cut multiplies the learning rate by this."""
     patience: NonNegativeInt = 5
     """plateau: evaluations without progress before a cut."""
     extensions: list[Extension] = []
@@ -180,11 +180,11 @@ class LossScaleOptions(Section):
     """The loss scale of fp16. Other precisions need none."""
 
     init_scale: PositiveFloat = 65536.0
-    """The first scale."""
+    """The initial loss scale."""
     growth_factor: Annotated[float, Field(gt=1.0)] = 2.0
-    """The factor by which the scale grows."""
+    """Growth multiplies the loss scale by this."""
     backoff_factor: Fraction = 0.5
-    """The factor by which an overflow reduces the scale."""
+    """An overflow multiplies the loss scale by this."""
     growth_interval: PositiveInt = 2000
     """Steps without overflow before the scale grows."""
     floor: PositiveFloat = 1.0
@@ -199,7 +199,7 @@ class TrainOptions(Section):
     epochs: Annotated[PositiveInt | None, Also("num_epochs", "num_train_epochs", "max_epochs")] = None
     """Passes over the training data. Give epochs or steps."""
     steps: Annotated[PositiveInt | None, Also("max_steps", "max_train_steps")] = None
-    """Attempted updates in all. Give epochs or steps."""
+    """The total number of updates, skipped ones included. Give epochs or steps."""
     batch_size: Annotated[
         PositiveInt, Also("BATCH_SIZE_PER_GPU", "per_device_train_batch_size", "train_batch_size")
     ] = 16
@@ -208,24 +208,24 @@ class TrainOptions(Section):
         PositiveInt,
         Also("accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"),
     ] = 1
-    """Micro-batches whose gradients are added up for one update."""
+    """Gradient accumulation: micro-batches per update."""
     global_batch: Annotated[PositiveInt | None, Also("global_batch_size")] = None
-    """Samples of one update over all ranks: `microbatches` follows from it, each of at most `batch_size` samples."""
+    """Samples per update over all ranks; `microbatches` is derived from it, with at most `batch_size` samples each."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """The seed of weights, order and augmentation; by default one is drawn and recorded."""
+    """The random seed of initialization, shuffling and augmentation; by default one is drawn and recorded."""
     clip_norm: Annotated[
         PositiveFloat | None, Also("grad_clip", "gradient_clip_val", "max_grad_norm", "clip_grad", "gradient_clipping")
     ] = None
-    """Gradients are scaled down to this norm."""
+    """The maximum gradient norm; larger gradients are scaled down to it."""
     clip_value: PositiveFloat | None = None
-    """Gradient elements are clipped to between minus this value and this value."""
+    """The maximum absolute value of a gradient element; larger ones are clipped."""
     ema: Annotated[Fraction | None, Also("ema_decay", "model_ema_decay")] = None
-    """Decay of an average of the weights, which is then evaluated and saved too."""
+    """The decay of an exponential moving average of the weights; the average is evaluated and saved, too."""
     weight_format: Literal["fp32", "bf16-split", "bf16-stochastic"] = "fp32"
-    """How trained weights are stored: bf16-split is bf16 and the other 16 bits, together the bits of fp32;
-    bf16-stochastic is bf16 alone, rounded at random. Both compute in bf16."""
+    """How trained weights are stored: bf16-split is bf16 and, next to it, the low 16 bits of fp32; bf16-stochastic is
+    bf16 alone, with stochastic rounding. Both compute in bf16."""
     gradient_sums: Literal["fp32", "bf16"] = "fp32"
-    """bf16 weights: the format in which their gradients are added up over micro-batches and ranks."""
+    """bf16 weights: the format in which gradients are accumulated over micro-batches and reduced over ranks."""
     channels_last: bool = True
     """Store images channels-last, the layout that fast 16-bit convolutions need."""
     compile: Annotated[bool, Also("compile_model", "use_optimizations", "torch_compile", "torchcompile")] = False
@@ -233,15 +233,16 @@ class TrainOptions(Section):
     checkpoint_activations: Annotated[
         bool, Also("gradient_checkpointing", "grad_checkpointing", "activation_checkpointing")
     ] = False
-    """Compute activations again in backward instead of keeping them: less memory, more time. Not with compile."""
+    """Recompute activations in backward instead of saving them: less memory, more time. Cannot be combined with
+    compile."""
     num_workers: Annotated[NonNegativeInt | Literal["auto"], Also("workers", "dataloader_num_workers")] = "auto"
-    """Processes that read samples, per device; `auto` measures it once."""
+    """DataLoader workers per device; `auto` measures the required number once."""
     check: bool = True
     """Compare the first micro-batch with fp32 before the first update, at the cost of about two steps."""
     strict: bool = False
     """Compute in the precision requested, emulated if need be, or refuse to run; no fallback to another."""
     device: Annotated[str, Also("gpu_ids", "gpu_id", "gpu")] = "auto"
-    """A device as torch names it, or the number of a GPU; `auto` is the best one present."""
+    """A torch device or the index of a GPU; `auto` selects the best device available."""
 
 
 class WorldOptions(Section):
@@ -252,14 +253,14 @@ class WorldOptions(Section):
     shard_size: Annotated[int, Field(ge=2)] | None = None
     """hsdp: ranks in a group that shares one copy of the weights; by default the ranks of a node."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """fsdp and hsdp: the format in which gradients are summed over the ranks; bf16 halves the bytes, and every
-    hundredth step its error is measured against fp32."""
+    """fsdp and hsdp: the format in which gradients are reduced over the ranks; bf16 halves the communication, and its
+    error is measured against fp32 every 100 steps."""
     sync_batchnorm: Annotated[bool, Also("sync_bn")] = False
     """Compute batch statistics over all ranks (torch's SyncBatchNorm). GPUs only."""
     timeout: Timeout = 300.0
     """Seconds without any progress after which the run ends with exit code 76 and names the rank that is behind."""
     start_timeout: Timeout = 600.0
-    """The same for the first step, and for the first evaluation and save: torch compiles and allocates there."""
+    """The same limit for the first step, evaluation and save, in which torch compiles and allocates."""
 
 
 class EvaluateOptions(Section):
@@ -268,9 +269,9 @@ class EvaluateOptions(Section):
     every_epochs: Annotated[PositiveInt, Also("check_val_every_n_epoch")] = 1
     """Epochs between two evaluations."""
     patience: Annotated[PositiveInt | None, Also("early_stopping_patience")] = None
-    """Evaluations without a better metric after which the run stops early."""
+    """Stop early after this many evaluations without improvement."""
     min_delta: NonNegativeFloat = 0.0
-    """A metric must be better by more than this to count as better."""
+    """A metric must be better by more than this to count as an improvement."""
 
 
 class CheckpointOptions(Section):
@@ -288,33 +289,36 @@ class CheckpointOptions(Section):
     """An address such as s3://BUCKET/RUN: checkpoints are copied there, and a machine without a
     local checkpoint resumes from it."""
     remote_wait: Annotated[float, Field(ge=0.0, le=MOST_SECONDS)] = 60.0
-    """Seconds that the end of a run waits for the last copy."""
+    """Seconds to wait at the end of a run for the upload of the last checkpoint."""
 
 
 class StoreOptions(Section):
     """The settings of object stores. Credentials are no settings: the environment or a role has them."""
 
     patience: Timeout = 300.0
-    """Seconds for which a failing request is repeated."""
+    """Seconds for which a failed request is retried."""
     cache: PositiveFloat = 20.0
-    """Gigabytes of samples from a store that are kept on the disk of each machine; the oldest ones are removed."""
+    """The size in GB of the disk cache of each machine for samples from an object store; the oldest are evicted."""
 
 
 class GuardOptions(Section):
     """The reaction to failed steps. `guard: repair` is short for `guard: {mode: repair}`."""
 
     mode: Literal["off", "watch", "repair"] = "watch"
-    """Report the cause of failed steps and stop with exit code 80 if they persist (watch); apply a remedy (repair)."""
+    """On failed steps: report the cause and stop with exit code 80 if they persist (watch), or apply a remedy
+    (repair)."""
     skips_in_a_row: PositiveInt = 5
-    """Skipped steps in a row that end the run, or call for a remedy; loss scale calibration is not counted."""
+    """The number of consecutive skipped steps that ends the run, or triggers a remedy; loss scale calibration is not
+    counted."""
     skip_share: Fraction = 0.25
-    """The same, as a share of the last 100 steps."""
+    """The share of skipped steps among the last 100 that has the same effect."""
     rollbacks: NonNegativeInt = 2
     """repair: how often the run may go back to its last good state before it gives up."""
     probation: PositiveInt = 1000
-    """repair: applied steps without trouble after which a remedy is removed."""
+    """repair: remove a remedy after this many applied steps without a failure."""
     spikes: Literal["off", "warn", "refuse"] = "warn"
-    """A finite loss far above the usual: report it and accept a level that stays (warn), or skip the step (refuse)."""
+    """On a loss spike (finite, far above recent losses): report it and accept a new level that persists (warn), or skip
+    the step (refuse)."""
 
 
 MetricsFile = Annotated[
@@ -332,14 +336,14 @@ class RunOptions(Section):
     journal_mb: PositiveInt = 100
     """Megabytes after which journal.jsonl continues in a new file; the earlier files are kept."""
     tracker: Annotated[Literal["none", "tensorboard", "wandb", "mlflow"], Also("report_to")] = "none"
-    """The tracker that also gets the journal's values; for mlflow, set MLFLOW_TRACKING_URI."""
+    """An experiment tracker that receives the values of the journal; for mlflow, set MLFLOW_TRACKING_URI."""
     pictures: NonNegativeInt = 4
-    """Samples that are drawn after each evaluation, by tasks that draw."""
+    """The number of samples to show as pictures after each evaluation, in tasks with pictures."""
     pictures_kept: PositiveInt = 100
     """The number of newest pictures that are kept in the run's folder."""
     prometheus: bool | MetricsFile = False
-    """Write metrics.prom to the run's folder, or give the path of a .prom file; in a recipe, the path must be inside
-    that folder."""
+    """Write Prometheus metrics to metrics.prom in the run's folder (true) or to the given .prom file; in a recipe, the
+    file must be inside that folder."""
 
 
 ModelT = TypeVar("ModelT", bound=ModelOptions)
@@ -360,7 +364,8 @@ class Recipe(Section, Generic[ModelT, DataT, LossT]):
     from other projects are accepted.
     """
     sizing: Literal["none", "auto"] = "none"
-    """`auto` chooses unset values (batch, image size, network, length ...) for the data set and the machine."""
+    """`auto` chooses unset values (batch size, image size, model size, training length ...) for the dataset and the
+    machine."""
     model: ModelT
     data: DataT
     loss: LossT

@@ -56,7 +56,7 @@ def report(
     examine: bool = False,
     refresh: int | None = None,
 ) -> WrittenReport:
-    """Write one page about runs, benches and plans: the verdict, curves, incidents, samples, and their sources.
+    """Write an HTML report on runs, benches and plans: the verdict, curves, incidents, samples, and their sources.
 
     Args:
         paths: Folders of runs and benches, and files of `halfstep plan --json`; several runs are compared.

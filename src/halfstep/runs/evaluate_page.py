@@ -106,7 +106,7 @@ def _metrics(report: Evaluation) -> tuple[Block, ...]:
     # Metrics of single classes are in their own table.
     classes = report.figures.classes if report.figures else []
     own = {f"{kind}_{row.name}" for row in classes for kind in ("iou", "dice")}
-    deciding = Span("  selects the best checkpoint", "dim")
+    deciding = Span("  the metric that selects the best checkpoint", "dim")
     rows = tuple(
         (in_line(name), (figure_text(value), deciding) if name == report.metric else figure_text(value))
         for name, value in report.metrics.items()

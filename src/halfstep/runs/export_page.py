@@ -92,7 +92,7 @@ def _meaning(report: ExportReport) -> list[str]:
     mean, std = ([round(value, 4) for value in values] for values in (taken.mean, taken.std))
     more = f" and {len(classes) - NAMES} more" if len(classes) > NAMES else ""
     return [
-        f"in: {taken.order}, {size}0 to 1, minus {mean}, divided by {std}; NCHW",
+        f"in: {taken.order}, {size}0 to 1, normalized with mean {mean} and std {std}; NCHW",
         f"out: {report.output}",
         f"classes: {', '.join(classes[:NAMES])}{more}",
     ]
@@ -103,7 +103,7 @@ def _comparison(report: ExportReport) -> list[str]:
     if checked is None:
         return []
     return [
-        f"checked on {checked.images} {checked.source}: maximum difference {checked.max_difference:.2g}",
+        f"checked on {checked.images} {checked.source}: the outputs differ by at most {checked.max_difference:.2g}",
         *([_code(checked.code, report.answer)] if checked.code else []),
         f"takes {checked.takes}",
     ]
@@ -112,7 +112,7 @@ def _comparison(report: ExportReport) -> list[str]:
 def _code(code: CodeChecked, answer: str | None) -> str:
     if code.not_run is not None:
         return f"the printed code was not run: {code.not_run}"
-    predicts = "predicts the class of `halfstep predict --precision fp32`"
+    predicts = "predicts the same class as `halfstep predict --precision fp32`"
     return (
         f"the printed code, run on {code.images} {code.source}, {predicts} for {code.agreement:.2%} "
         f"of the {'pixels' if answer == 'mask' else 'images'}"

@@ -141,7 +141,7 @@ def image_files_of(task: Task, signature: Signature, folder: Path) -> tuple[list
             break
         found.append(file)
     if found:
-        return found, "validation images in their stored size"
+        return found, "validation images of the original size"
     return _noise(signature, folder), "images of noise, as the run's data is not here"
 
 

@@ -187,7 +187,7 @@ def _culprit(culprit: Culprit) -> Iterator[Block]:
     # An operation in fp32 that is not finite in a buffer may have a finite output.
     if culprit.in_fp32 is not None and culprit.limit < FP32.largest:
         made += f"; computed in fp32, up to {number(culprit.in_fp32)}"
-    yield Heading("Origin", "the first operation with finite inputs and a result that is not")
+    yield Heading("Origin", "the first operation with finite inputs and a non-finite result")
     yield Pairs(
         (
             ("operation", culprit.operation + (", in backward" if culprit.backward else "")),

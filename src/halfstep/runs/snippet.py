@@ -35,7 +35,7 @@ def opened(file):  # a TIFF with a gray page for each channel
     return [p.convert("L") if p.mode in "1L" else floats(p) for p in pages]
 """
 _FLOATS = """\
-def floats(image):  # 16 bits become 0 to 1
+def floats(image):  # 16-bit values are scaled to 0 to 1
     most = 65535 if "16" in image.mode else 1
     return Image.fromarray(np.asarray(image, np.float32) / np.float32(most))
 """

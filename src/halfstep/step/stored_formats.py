@@ -35,8 +35,8 @@ def check_trained(trained: Iterable[Tensor], model: nn.Module, names: Mapping[in
     frozen = any(not p.requires_grad for p in model.parameters())
     raise WrongUse(
         f"trainable weights stored in 16 bits: {some(narrow)}",
-        allowed="16-bit storage for frozen weights; small updates to trained ones would round away, unless the "
-        "other 16 bits are kept (weight_format='bf16-split') or rounding is random ('bf16-stochastic')",
+        allowed="16-bit storage for frozen weights; small updates to trained ones are lost to rounding, unless the "
+        "low 16 bits of fp32 are kept (weight_format='bf16-split') or rounding is stochastic ('bf16-stochastic')",
         do=f"{_ONLY_TRAINED if frozen else 'model.float()'} before building the optimizer, or "
         "Stepper(..., weight_format='bf16-split')",
         id=TRAINED,

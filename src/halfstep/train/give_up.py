@@ -255,7 +255,7 @@ def _is_in_the_code(error: Diverged) -> bool:
 
 def _describe_kept(checkpoints: Checkpoints, none_is_good: bool) -> str:
     if checkpoints.last is None:
-        return "no checkpoint was written: the run starts again from step 0"
+        return "no checkpoint was written: a new run starts from step 0"
     if none_is_good:
         return "the weights were already bad in the oldest checkpoint: the run must start again"
     at = f"{checkpoints.last.attempt:,}"

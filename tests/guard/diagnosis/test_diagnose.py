@@ -204,7 +204,7 @@ def test_an_empty_batch_and_one_without_numbers() -> None:
 def test_fp32_fails_too() -> None:
     found = verdict_on(Net(lambda h: h / (h.detach() * 0)), precision="bf16", history=History(rates=(0.25,)))
     assert found.cause == "code"
-    assert found.sentence.endswith("divides by zero; the step fails in fp32")
+    assert found.sentence.endswith("divides by zero; the step also fails in fp32")
     assert any(text.startswith("the largest weight is 0.3") for text in found.evidence)
     assert [remedy.kind for remedy in found.remedies] == ["fix_code"]
 

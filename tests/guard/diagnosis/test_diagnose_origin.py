@@ -217,7 +217,7 @@ def test_a_batch_that_the_code_divides_by_zero_is_the_codes(precision: str) -> N
     assert found.cause == "code"
     assert "(aten.div_, " in found.sentence
     assert "divides by zero" in found.sentence
-    assert any("the batch[0], sample 0 holds" in line for line in found.evidence)
+    assert any("the batch[0], sample 0 contains" in line for line in found.evidence)
     assert not batch[0].isfinite().any()  # as the step left it
 
 
@@ -253,7 +253,7 @@ def test_a_logarithm_that_the_code_writes_into_its_batch_is_the_codes() -> None:
 def test_a_batch_that_came_so_and_is_written_in_place_is_data(value: float, write: Any) -> None:
     found = last_verdict(written_by(write), [], (with_value(value),))
     assert found.cause == "data"
-    assert "the batch[0], sample 3 holds" in found.sentence
+    assert "the batch[0], sample 3 contains" in found.sentence
     assert "its original values are unknown" in found.sentence
     assert [remedy.kind for remedy in found.remedies] == ["fix_code", "skip"]
 

@@ -92,7 +92,7 @@ def test_work_is_counted_by_hand(with_island: Audit) -> None:
     assert with_island.flops == {"fp32": flops["large.layer"], "bf16": flops["first"] + flops["last"]}
     assert with_island.share == 1.0
     assert with_island.island_share == pytest.approx(flops["large.layer"] / sum(flops.values()))
-    assert with_island.verdict.startswith("100 % of the work outside islands in bf16 as requested; 1 finding")
+    assert with_island.verdict.startswith("100 % of the work outside islands in bf16, as requested; 1 finding")
 
 
 def test_headroom_is_that_of_the_largest_number() -> None:
@@ -159,7 +159,7 @@ def test_an_island_whose_result_does_not_fit_is_told_to_reach_further() -> None:
     found = audit(model, classify, batch(), precision="fp16")
     assert ids(found) == ["overflow"]
     assert "the island casts its result back" in found.spotted[0].finding.evidence
-    assert found.spotted[0].finding.fix.startswith("let the island reach")
+    assert found.spotted[0].finding.fix.startswith("extend the island")
 
 
 @pytest.mark.wording

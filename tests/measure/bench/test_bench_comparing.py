@@ -180,7 +180,7 @@ def test_markdown_has_every_column_and_as_many_cells_in_every_row() -> None:
     head, line, *rows = [row for row in text.splitlines() if row.startswith("|")]
     titles = (
         "Hardware", "Precision", "Speed", "Time per epoch", "Memory usage", "Final top1", "Accuracy", "Samples/s",
-        "Skipped", "Time to fp32's loss", "Peak of the run", "Energy per epoch", "Cost of training",
+        "Skipped", "Time to fp32's final loss", "Peak memory of the process", "Energy per epoch", "Cost of training",
     )  # fmt: skip
     assert [cell.strip() for cell in head.strip("|").split("|")] == list(titles)
     assert line == "|" + "---|" * len(titles)

@@ -168,7 +168,7 @@ def test_a_tiny_model_is_bound_by_its_program() -> None:
     assert verdict(tiny).share == pytest.approx(0.9)
     # The share that is printed is the one that decides: of computing, whatever the wait.
     waiting = [cause for cause in find_causes(replace(tiny, feeding=fed())) if cause.id == "tiny-model"]
-    assert waiting[0].sentence.startswith("90% of computing a step is Python")
+    assert waiting[0].sentence.startswith("90% of a step's compute time is Python")
     assert waiting[0].share == pytest.approx(0.9 * 0.4)
     assert verdict(tiny).command.endswith("--grow-batch")
     # A compiled step was looked at as it was written; how much of it is dispatch is not known.

@@ -102,7 +102,7 @@ def _facts(report: DataReport) -> Pairs:
         images = report.images
         sizes = {"smallest": images.smallest, "median": images.median, "largest": images.largest}
         rows.append(("sizes", ", ".join(f"{name} {wide} × {high}" for name, (wide, high) in sizes.items())))
-        rows.append(("kinds", ", ".join(f"{count:,} {kind}" for kind, count in images.kinds.items())))
+        rows.append(("formats", ", ".join(f"{count:,} {kind}" for kind, count in images.kinds.items())))
     if report.masks:
         rows.append(("masks", f"interpreted as: {report.masks['read_as']}"))
     return Pairs(tuple(rows))
@@ -161,5 +161,5 @@ def verdict(findings: Sequence[Fault]) -> Span:
     warnings = several(rest, "warning")
     if errors:
         kinds = f"{several(errors, 'error')}{f' and {warnings}' if rest else ''}"
-        return Span(f"{kinds}; fix the errors, then check again", "bad", strong=True)
+        return Span(f"{kinds}; fix {'it' if errors == 1 else 'the errors'}, then check again", "bad", strong=True)
     return Span(f"fit to train on{f', {warnings}' if rest else ''}", "good")

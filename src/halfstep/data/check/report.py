@@ -16,7 +16,7 @@ from halfstep.finding import Severity
 from halfstep.status_line import OnProgress
 
 _PAIRS = "masks/NAME.png or masks/NAME_mask.png belongs to images/NAME.jpg"
-_AGAIN = "copy them again from their source, or delete them"
+_AGAIN = "copy each file again from its source, or delete it"
 _UNTURN = "exiftool -Orientation=1 -n FILE"
 
 

@@ -119,7 +119,7 @@ def _name_remedy(remedy: ProposedRemedy) -> str:
 
 def diverged(fp32: TrialOutcome, why: str) -> str:
     """Return the sentence for a divergence that fails in fp32 too."""
-    return f"divergence: {what_happened(fp32)}; the step fails in fp32, and {why}"
+    return f"divergence: {what_happened(fp32)}; the step also fails in fp32, and {why}"
 
 
 def grown_on_purpose(grown: str, share: float) -> str:
@@ -129,7 +129,7 @@ def grown_on_purpose(grown: str, share: float) -> str:
 
 def in_the_code(fp32: TrialOutcome) -> str:
     """Return the sentence for code without a finite result."""
-    return f"code: {what_happened(fp32)}; the step fails in fp32"
+    return f"code: {what_happened(fp32)}; the step also fails in fp32"
 
 
 def in_on_gradients(edited: TrialOutcome) -> str:

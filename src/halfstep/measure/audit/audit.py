@@ -210,7 +210,7 @@ def _unplaced(finding: Finding) -> Spotted:
 
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
-ONE_STEP = "one step on one batch: later steps may have a different range of numbers"
+ONE_STEP = "one step on one batch: value ranges may differ in later steps"
 
 
 def audit(

@@ -84,12 +84,12 @@ class Audit(JsonResult, ShownAsPage):
             work = f"{share(in_fp8 / sum(self.flops.values()))} of the work in fp8"
         if self.share is not None:
             outside = " outside islands" if self.island_share else ""
-            enough = f"of the {'rest' if in_fp8 else 'work'}{outside} in {self.format} as requested"
+            enough = f"of the {'rest' if in_fp8 else 'work'}{outside} in {self.format}, as requested"
             others = f"{share(self.share)} {enough}" if self.share >= 0.9 else f"only {share(self.share)} {enough}"
             work = f"{work}, {others}" if in_fp8 else others
         count = len(self.spotted)
         worst = sum(one.finding.severity == "error" for one in self.spotted)
-        found = several(count, "finding") if count else "nothing found"
+        found = several(count, "finding") if count else "no problems found"
         errors = "errors" if worst > 1 else "an error"
         return f"{work}; {found}" + (f", {errors if worst == count else f'{worst} of them {errors}'}" if worst else "")
 
@@ -202,7 +202,7 @@ def _modules(audit: Audit, every: bool) -> Iterator[Block]:
     shown = groups if every else groups[:_MOST_MODULES]
     count = sum(len(group.rows) for group in shown)
     aside = "" if count == len(audit.rows) else f"; {count} of {len(audit.rows)}, see --all"
-    yield Heading("Modules", f"findings and islands first, then by work{aside}")
+    yield Heading("Modules", f"modules with findings and islands first, then by FLOPs{aside}")
     yield _table(shown, audit.format)
 
 

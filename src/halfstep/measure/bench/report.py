@@ -139,8 +139,10 @@ def columns(metric: BenchMetric, price_per_hour: float | None, *, configs: bool 
         kind(metric).capitalize(): _accuracy,
         "Samples/s": lambda row, base: _samples(row),
         "Skipped": lambda row, base: format_skips(row),
-        "Time to fp32's loss": lambda row, base: format_time_to_loss(row),
-        "Peak of the run": lambda row, base: NOT_MEASURED if row.peak_bytes is None else numbers.size(row.peak_bytes),
+        "Time to fp32's final loss": lambda row, base: format_time_to_loss(row),
+        "Peak memory of the process": lambda row, base: (
+            NOT_MEASURED if row.peak_bytes is None else numbers.size(row.peak_bytes)
+        ),
         "Energy per epoch": lambda row, base: format_energy(row),
         **({} if price_per_hour is None else {"Cost of training": lambda row, base: _cost(row, price_per_hour)}),
     }
@@ -240,8 +242,8 @@ def footnote(conditions: Conditions, seeds: Sequence[int], metric: BenchMetric, 
     told = f"{in_words(conditions)}. " if "flags" in conditions else ""
     speed = "from a race of all arms in turns, and samples/s from the runs" if raced else "with the same seed"
     return (
-        f"{told}{many(len(seeds), 'Seed')} {', '.join(map(str, seeds))}. Speed: against strict fp32, {speed}, with its "
-        f"95 % interval. Memory: the tensors of one update. {kind(metric).capitalize()}: the same if the 90 % "
+        f"{told}{many(len(seeds), 'Seed')} {', '.join(map(str, seeds))}. Speed: relative to strict fp32, {speed}, with "
+        f"a 95 % interval. Memory: the tensors of one update. {kind(metric).capitalize()}: the same if the 90 % "
         f"interval of the mean difference lies within the margin, the larger of {smallest(metric)} and three standard "
         "deviations of fp32."
     )

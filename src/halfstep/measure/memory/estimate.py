@@ -72,7 +72,7 @@ def notes_of(
         largest = sorted(wide.items(), key=lambda item: -item[1])
         named = ", ".join(f"{part} {numbers.size(size)}" for part, size in largest if size > _WORTH_NAMING * peak)
         share = sum(wide.values()) / peak
-        notes.append(Note(f"{share:.0%} of the peak stays fp32 in {precision.name}: {named or 'little'}"))
+        notes.append(Note(f"{share:.0%} of the peak is still fp32 with {precision.name}: {named or 'little'}"))
     if device.type == "cpu":
         found = ability(describe(device), precision.needs)
         if not found.native:
@@ -406,7 +406,7 @@ def _like(optimizer: MakeOptimizer | torch.optim.Optimizer, model: nn.Module) ->
 
 _REFUSED = "unsafe to autocast"
 FOLLOWED = (
-    "forward and backward run on meta tensors by CUDA's autocast rules; the workspace of kernels is not counted; "
+    "forward and backward on meta tensors under CUDA's autocast rules, without the workspace of kernels; "
     "not verified on this device"
 )
 NOT_FOLLOWED = (

@@ -112,7 +112,7 @@ def memory_blocks(columns: Sequence[Ledger]) -> Iterator[Block]:
         uses = [MemoryUse(column.setting.precision, column.at_peak, None) for column in together]
         yield from charts_of(memory_bars(uses, f"Tensors at the peak, batch {samples}"))
         if any(column.by_format for column in together):
-            yield Heading("Kept for backward", "at the end of forward, by format and by module")
+            yield Heading("Saved for backward", "at the end of forward, by format and by module")
             by_format, by_module = [column.by_format for column in together], [column.by_module for column in together]
             rows = [*_rows_by_size(by_format), (), *_rows_by_size(by_module)[:_MODULES]]
             yield number_table("", [column.setting.precision for column in together], rows)

@@ -158,7 +158,7 @@ def plan_blocks(plan: Plan) -> Iterator[Block]:
     yield from _verdict(plan)
     yield Heading("Why")
     yield Pairs(tuple(_list_reasons(plan)))
-    yield Heading("Measured", "times as fast as strict fp32, with the median's 95 % interval")
+    yield Heading("Measured", "speed relative to strict fp32, with the median's 95 % interval")
     yield _ladder(plan)
     yield from charts_of(speed_chart(plan))
     cut = _group_excluded(plan.ladder)
@@ -214,7 +214,11 @@ def _format_value(value: object) -> str:
 def _list_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     for part, reason in plan.reasons.items():
         yield part, f"stay in fp32: {reason}" if part == "precision" and plan.stay else reason
-    proof = "; this is a smoke test: `halfstep bench` compares properly" if plan.choice.setting != plan.baseline else ""
+    proof = (
+        "; this is a smoke test: for a full comparison, run `halfstep bench`"
+        if plan.choice.setting != plan.baseline
+        else ""
+    )
     yield "parity", f"{plan.parity.verdict}: {plan.parity.why}{proof}"
     if plan.runner_up:
         yield "runner-up", f"{plan.runner_up.name}: {plan.why_not}"
@@ -272,7 +276,7 @@ def _conditions(plan: Plan) -> Pairs:
             ("device", f"{found['device']}{', ' + found['driver'] if found['driver'] else ''}"),
             ("threads", f"{found['threads']} on {found['cores']} cores, load {found['load']}"),
             ("flags", flags_in_words(found)),
-            ("arms", f"{found['arms']}, in turns; memory is predicted"),
+            ("method", f"{found['arms']}, interleaved; memory is predicted"),
             ("time", f"{plan.seconds:.0f} s"),
         )
     )

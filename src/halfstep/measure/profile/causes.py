@@ -146,10 +146,10 @@ def tiny_model(facts: ProfileFacts) -> Cause | None:
         return None
     return Cause(
         "tiny-model",
-        f"{host:.0%} of computing a step is Python and dispatch: it has too little arithmetic for a precision "
-        "to matter",
-        f"operations that do real work take {1 - host:.0%} of computing a step",
-        "give each step more to do (a larger batch), or compile it, or stay in fp32",
+        f"{host:.0%} of a step's compute time is Python and dispatch: the model does too little arithmetic for "
+        "precision to matter",
+        f"kernels take only {1 - host:.0%} of a step's compute time",
+        "increase the batch size, compile the model, or stay in fp32",
         next_command.grown(facts),
         host * (1 - facts.waiting),
     )

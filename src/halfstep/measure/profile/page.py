@@ -49,7 +49,7 @@ class Profile(JsonResult, ShownAsPage):
         blocks += [Paragraph((verdict, f": {cause.sentence}")), Paragraph(f"do: {cause.do}", indent=True)]
         blocks.append(Command(cause.command))
         if cause.evidence:
-            blocks += [Heading("What shows it"), Paragraph(cause.evidence, indent=True)]
+            blocks += [Heading("Evidence"), Paragraph(cause.evidence, indent=True)]
         blocks += [*_speed(facts), *_shares(facts), *_layers(facts)]
         also = {cause.id: cause.sentence for cause in self.others}
         also |= {f"not measured: {name}": why for name, why in self.skipped.items()}
@@ -84,7 +84,7 @@ def _speed(facts: ProfileFacts) -> Iterator[Block]:
     if feeding is not None:
         rows["with data"] = f"{duration(feeding.step)}, of which {duration(feeding.wait)} waiting"
         if facts.with_data is not None:
-            rows["speed-up with data"] = f"{facts.with_data:.2f}x"
+            rows["speed-up with data loading"] = f"{facts.with_data:.2f}x"
     if facts.ceiling is not None:
         rows["ceiling"] = f"{facts.ceiling:.2f}x if matrix work took no time at all"
     yield Heading("Speed", "a step on a fixed batch")

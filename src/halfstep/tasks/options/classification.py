@@ -41,7 +41,7 @@ class ClassificationData(DataOptions):
     cutmix: NonNegativeFloat = 0.0
     """Alpha of cutmix, which pastes a part of one image into another; 0 is off."""
     samples: Annotated[int, Field(ge=2, le=MOST_DRAWN)] = 512
-    """shapes: how many images there are, with those for validation."""
+    """shapes: the number of images, validation included."""
 
 
 class ClassificationLoss(LossOptions):

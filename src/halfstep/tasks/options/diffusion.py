@@ -75,7 +75,7 @@ class DiffusionData(DataOptions):
     cache_latents: bool = True
     """Encode each image once, and keep its latents on the disk, where the autoencoder is frozen."""
     samples: Annotated[int, Field(ge=2, le=MOST_DRAWN)] = 256
-    """shapes and maps: how many images there are, with those for validation."""
+    """shapes and maps: the number of images, validation included."""
 
 
 class DiffusionLoss(LossOptions):

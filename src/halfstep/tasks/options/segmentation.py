@@ -31,19 +31,19 @@ class SegmentationData(DataOptions):
     masks: str | None = None
     """pairs: the folder of masks, if it is not next to the images; `path` is then the folder of images."""
     val: Fraction | str = 0.2
-    """For validation: a share of the samples, or a folder of the same layout, in `path` or anywhere."""
+    """Validation data: a share of the samples, or a folder with the same layout, inside `path` or elsewhere."""
     classes: Annotated[int, Field(ge=2, le=255)] = 2
-    """How many classes a mask has, with the background. Two classes are background and foreground."""
+    """The number of classes, background included. Two classes are background and foreground."""
     names: list[str] = Field(default=[])
-    """Names of the classes, for tables; their numbers if they are left out."""
+    """Class names for tables; by default the class indices."""
     channels: Annotated[int, Field(ge=1, le=64)] = 3
     """Channels of an image."""
     ignore_index: Annotated[int, Field(ge=0, le=255)] | None = None
     """The value of mask pixels without a class, which the loss ignores."""
     palette: list[Color] | None = None
-    """The colors that stand for the classes, where masks are in color: red, green and blue for each class."""
+    """For color masks: the RGB color of each class."""
     max_side: PositiveInt | None = None
-    """Images whose longer side has more pixels are shrunk to it, with their masks; predictions have the full size."""
+    """Shrink images and masks whose longer side has more pixels than this; predictions keep the original size."""
     crop: PositiveInt = 256
     """The size of the random crops that training sees; smaller images are padded."""
     tile: PositiveInt = 512
@@ -51,11 +51,11 @@ class SegmentationData(DataOptions):
     overlap: NonNegativeInt = 64
     """Pixels that neighboring tiles share."""
     augment: bool = True
-    """Flip crops, and change their brightness, contrast and saturation a little where they are in color."""
+    """Flip crops at random and, in color images, change brightness, contrast and saturation slightly."""
     size: PositiveInt = 64
     """shapes: the size of an image."""
     samples: Annotated[int, Field(ge=2, le=MOST_DRAWN)] = 256
-    """shapes: how many images there are, with those for validation."""
+    """shapes: the number of images, validation included."""
 
 
 class SegmentationLoss(LossOptions):

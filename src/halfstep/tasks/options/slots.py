@@ -47,7 +47,7 @@ class SlotsData(DataOptions):
     path: Annotated[str, Also("data_dir")] = "data"
     """The folder with clips, or the sprites; `cache:NAME` is a dataset of `halfstep data get`."""
     val: Fraction | str = 0.1
-    """For validation: a share of the clips, a folder of the same layout, or for movi the split's name."""
+    """Validation data: a share of the clips, a folder with the same layout, or for movi the split's name."""
     channels: Literal[3] = 3
     """Red, green and blue."""
     size: Annotated[PositiveInt, Also("image_size", "img_size")] = 64

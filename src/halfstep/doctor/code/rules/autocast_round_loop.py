@@ -22,8 +22,8 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             "autocast_round_loop",
             "error",
             autocast.call,
-            f"autocast is open around the loop of line {loop.lineno}, which updates weights: the 16-bit copies of "
-            "weights that autocast makes are kept until it ends, so that every step computes with the first weights",
+            f"autocast encloses the training loop of line {loop.lineno} and caches its 16-bit copies of the weights "
+            "until its context ends: every step computes with the initial weights",
             "open autocast inside the loop, around the forward pass and the loss only",
             _move_autocast_inside(facts, autocast, loop),
         )

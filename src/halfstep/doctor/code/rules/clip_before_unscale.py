@@ -24,8 +24,8 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             "clip_before_unscale",
             "error",
             clip,
-            f"`{facts.script.text(clip)[:80]}` clips gradients that still have the loss scale of `{step.scaler}`, "
-            "65536 by default: the effective threshold is smaller by this factor",
+            f"`{facts.script.text(clip)[:80]}` clips gradients that are still scaled by `{step.scaler}`, "
+            "by 65536 at first: the effective threshold is smaller by this factor",
             f"put `{step.scaler}.unscale_({optimizer})` before it",
             _insert_unscale(facts, clip, step, optimizer),
         )

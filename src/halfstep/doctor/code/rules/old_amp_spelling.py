@@ -28,13 +28,13 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
     old = min(script.names(calls[0].func))
     device, name = old.split(".")[1], old.rpartition(".")[2]
     others = [str(call.lineno) for call in calls[1:11]]
-    are = "is the call in line" if len(others) == 1 else "are the calls in lines"
-    also = f"; so {are} {', '.join(others)}" if others else ""
+    are = "call in line" if len(others) == 1 else "calls in lines"
+    also = f"; the same applies to the {are} {', '.join(others)}" if others else ""
     yield script.finding(
         "old_amp_spelling",
         "note",
         calls[0],
-        f"`{old}` is deprecated since torch 2.4, and says so in a FutureWarning at every call{also}",
+        f"`{old}` has been deprecated since torch 2.4 and raises a FutureWarning at every call{also}",
         f'write torch.amp.{name}("{device}", ...)',
         _respell_calls(script, calls),
     )
